@@ -1,5 +1,221 @@
-//! placeholder
-use uuid::Uuid;
-/// A lease.
-#[derive(Debug, Clone)]
-pub struct Lease { pub(crate) id: i64, pub(crate) token: Uuid }
+//! Stores: where claims, held events and the handler's own writes commit together.
+//!
+//! [`Store`] is the transaction: begin, claim, guard, commit. [`Inbox`] is the table of held events,
+//! [`Operations`] is what runs beside the work: schema, purge. A consumer needs all three; they are
+//! apart so that none of them is a giant. [`PostgresStore`] and `SqliteStore` implement them with
+//! the same file names, statement for statement.
+
+mod claim;
+mod connection;
+mod error;
+mod held;
+#[cfg(feature = "postgres")]
+pub mod postgres;
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::Database;
+
+pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(crate) use claim::Found;
+pub use connection::{Connection, Tx};
+pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
+pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
+#[cfg(feature = "postgres")]
+pub use postgres::PostgresStore;
+
+/// One database transaction that carries the claim, the handler's writes and nothing else.
+///
+/// `begin`, `claim`, `guard` and `commit` are never dropped half-way by the framework: a database
+/// driver may leave an open transaction in its pool otherwise.
+#[async_trait]
+pub trait Store: Clone + Send + Sync + 'static {
+    /// The sqlx database that handlers write to.
+    type Db: Database;
+
+    /// The database's name in logs and messages.
+    fn name(&self) -> &'static str;
+
+    /// How many connections the pool may open; lanes and reserve have to fit.
+    fn max_connections(&self) -> u32;
+
+    /// The most lanes that can work at once: `Some(1)` where the database has one writer.
+    fn max_useful_lanes(&self) -> Option<usize>;
+
+    /// Takes a connection for a lane, which keeps it.
+    async fn open(&self) -> Result<Connection<Self::Db>, StoreError>;
+
+    /// Begins a transaction with its limits, in one round trip.
+    async fn begin<'c>(
+        &self,
+        conn: &'c mut Connection<Self::Db>,
+        limits: &Limits,
+    ) -> Result<Tx<'c, Self::Db>, StoreError>;
+
+    /// Claims every event of `requests` that may be claimed, by one insert, and says for each in the
+    /// same order what it found. Waits for another transaction that holds one of the keys, at most
+    /// `lock_timeout`; past it the error is [`StoreErrorKind::Busy`].
+    ///
+    /// The returned [`Claims`] prove what this transaction holds; the guard takes them by value.
+    async fn claim(
+        &self,
+        tx: &mut Tx<'_, Self::Db>,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+    ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError>;
+
+    /// The last statement before commit: proves that this is still the claims' own transaction and
+    /// alive, and finishes the held rows of its events.
+    async fn guard(&self, tx: &mut Tx<'_, Self::Db>, claims: Claims) -> Result<Guarded, GuardError>;
+
+    /// Commits. `Ok` means durable.
+    async fn commit(&self, tx: Tx<'_, Self::Db>, guarded: Guarded) -> Result<(), CommitError>;
+
+    /// Closes a connection whose handler was cut off, and ends on the server what it was running, so
+    /// that its locks do not outlive it.
+    async fn abandon(&self, conn: Connection<Self::Db>);
+
+    /// Asks, on a fresh connection of its own, whether the database answers, is not recovering and
+    /// takes writes. This alone decides what counts as infrastructure.
+    async fn probe(&self) -> Result<(), StoreError>;
+
+    /// Claims a business fact such as (`invoice-paid`, `invoice 7`) in the handler's transaction.
+    /// True the first time. Waits for a concurrent claim like [`claim`](Self::claim).
+    async fn claim_once(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        consumer: &str,
+        name: &str,
+        id: &str,
+    ) -> Result<bool, sqlx::Error>;
+}
+
+/// The held events: delayed retries, dead letters and the embedded durable queue.
+#[async_trait]
+pub trait Inbox: Store {
+    /// Holds an event, in one transaction of its own: takes the claim first (so that it waits for a
+    /// running copy), inserts or updates the row, gives the claim back, commits.
+    async fn park(
+        &self,
+        conn: &mut Connection<Self::Db>,
+        limits: &Limits,
+        parked: &Parked<'_>,
+    ) -> Result<Parking, StoreError>;
+
+    /// Records a failed run of a leased row. Fenced by the lease's token: `false` means that the row
+    /// has another owner by now, who decides instead.
+    async fn fail_leased(&self, lease: &Lease, parked: &Parked<'_>) -> Result<bool, StoreError>;
+
+    /// Finishes a leased row whose event turned out to be processed already. Fenced.
+    async fn close_leased(&self, lease: &Lease) -> Result<bool, StoreError>;
+
+    /// Adds an event to be run as soon as possible, in a transaction of its own.
+    /// `false`: an event of this identity is held already.
+    async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError>;
+
+    /// As [`enqueue`](Self::enqueue), in a transaction of the caller's: the event is there if and
+    /// only if that commits.
+    async fn enqueue_in(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        parked: &Parked<'_>,
+    ) -> Result<bool, StoreError>;
+
+    /// Leases up to `max` due events of this consumer for `lease`, by the database's clock.
+    async fn lease(&self, consumer: &str, max: usize, lease: Duration) -> Result<Vec<HeldEvent>, StoreError>;
+
+    /// Renews leases and returns those that are still ours, by row id.
+    async fn renew(&self, leases: &[Lease], lease: Duration) -> Result<Vec<i64>, StoreError>;
+
+    /// Gives leased rows back, to run again not before `after`. Not an attempt. Fenced.
+    async fn release_leased(&self, leases: &[Lease], after: Duration) -> Result<(), StoreError>;
+
+    /// What waits for this consumer.
+    async fn backlog(&self, consumer: &str) -> Result<Backlog, StoreError>;
+}
+
+/// What runs beside the work: the schema and retention.
+#[async_trait]
+pub trait Operations: Store {
+    /// Creates or updates the tables. Safe when several processes start at once.
+    async fn migrate(&self) -> Result<(), StoreError>;
+
+    /// Compares the tables, the durability settings and the server's state with what this version
+    /// needs. The error names what is missing or wrong and how to repair it.
+    async fn check(&self, limits: &Limits) -> Result<(), StoreError>;
+
+    /// Deletes up to `limit` claims of this consumer that are older than `window`, beginning at
+    /// `after` (where the last batch ended).
+    async fn purge(
+        &self,
+        consumer: &str,
+        window: Duration,
+        limit: u32,
+        after: PurgeCursor,
+    ) -> Result<Purged, StoreError>;
+}
+
+/// Where the last batch of a purge ended, in microseconds since 1970 by the database's clock.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PurgeCursor(pub(crate) i64);
+
+/// What one batch of a purge did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Purged {
+    /// How many claims it deleted.
+    pub rows: u64,
+    /// Where the next batch begins.
+    pub next: PurgeCursor,
+    /// The batch was full, so there may be more.
+    pub more: bool,
+    /// How far the oldest claim is past the window: 0 when the purge keeps up.
+    pub lag: Duration,
+}
+
+/// The limits of one transaction. The server enforces them too, so that a client that froze cannot
+/// hold its locks for ever.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Limits {
+    /// The isolation level of handler transactions.
+    pub isolation: Isolation,
+    /// How long one lock may be waited for: a concurrent copy's claim, a row lock of the handler's.
+    pub lock_timeout: Duration,
+    /// How long one statement may run.
+    pub statement_timeout: Duration,
+    /// How long a transaction may stay idle between two statements: a little more than the handler may run.
+    pub idle_timeout: Duration,
+    /// How long a transaction may last in all; the server enforces it from PostgreSQL 17 on.
+    pub transaction_timeout: Duration,
+    /// Accept a database that may lose commits that it has confirmed.
+    pub allow_async_commit: bool,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            isolation: Isolation::ReadCommitted,
+            lock_timeout: Duration::from_secs(2),
+            statement_timeout: Duration::from_secs(30),
+            idle_timeout: Duration::from_secs(35),
+            transaction_timeout: Duration::from_secs(90),
+            allow_async_commit: false,
+        }
+    }
+}
+
+/// A transaction isolation level. SQLite has one level only, which is serializable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Isolation {
+    /// The default: a concurrent duplicate is answered at once when the first copy commits.
+    #[default]
+    ReadCommitted,
+    /// A concurrent duplicate meets a serialization failure first and is run again.
+    RepeatableRead,
+    /// As repeatable read; the handler's own reads are checked as well.
+    Serializable,
+}

@@ -1,0 +1,60 @@
+-- The tables of onlyonce in the schema "onlyonce"; another name may be configured.
+-- `migrate()` runs this file; to use your own migration tool, copy it as it is.
+
+CREATE TABLE onlyonce.schema_version (
+    only_row      boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    -- The oldest and the newest layout that programs may expect of these tables.
+    min_supported integer NOT NULL,
+    max_supported integer NOT NULL
+);
+INSERT INTO onlyonce.schema_version (min_supported, max_supported) VALUES (1, 1);
+
+-- One row per event whose work is committed. Insert-only but for purge and parking.
+CREATE TABLE onlyonce.processed_events (
+    event_key    uuid PRIMARY KEY,
+    kind         text COLLATE "C" NOT NULL CHECK (kind IN ('event', 'once')),
+    consumer     text COLLATE "C" NOT NULL,
+    source       text COLLATE "C" NOT NULL,
+    event_id     text COLLATE "C" NOT NULL,
+    payload_hash bytea NOT NULL,
+    outcome      text COLLATE "C" NOT NULL CHECK (outcome IN ('processed', 'discarded')),
+    processed_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE INDEX processed_events_purge ON onlyonce.processed_events (consumer, processed_at) WHERE kind = 'event';
+
+-- Events that are kept because they could not be applied yet, or that wait in the embedded queue.
+CREATE TABLE onlyonce.inbox (
+    id                bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    -- NULL where the event has no usable identity.
+    event_key         uuid,
+    consumer          text COLLATE "C" NOT NULL,
+    source            text COLLATE "C",
+    event_id          text COLLATE "C",
+    event_type        bytea,
+    ordering_key      bytea,
+    -- NULL is a null payload (a tombstone).
+    payload           bytea,
+    payload_hash      bytea NOT NULL,
+    headers           bytea NOT NULL,
+    event_time_ms     bigint,
+    -- The newest copy with the same identity and another payload that failed as well.
+    copy_payload      bytea,
+    copy_payload_hash bytea,
+    copy_headers      bytea,
+    origin            text NOT NULL,
+    state             text COLLATE "C" NOT NULL CHECK (state IN ('ready', 'running', 'dead', 'replayed', 'discarded')),
+    reason            text COLLATE "C",
+    run_at            timestamptz NOT NULL DEFAULT now(),
+    attempts          integer NOT NULL DEFAULT 0,
+    failures          jsonb NOT NULL DEFAULT '[]',
+    lease_token       uuid,
+    leased_until      timestamptz,
+    received_at       timestamptz NOT NULL DEFAULT now(),
+    dead_at           timestamptz
+);
+CREATE UNIQUE INDEX inbox_unfinished ON onlyonce.inbox (event_key) WHERE state IN ('ready', 'running', 'dead');
+CREATE INDEX inbox_due ON onlyonce.inbox (consumer, COALESCE(leased_until, run_at)) WHERE state IN ('ready', 'running');
+CREATE INDEX inbox_dead ON onlyonce.inbox (consumer, id) WHERE state = 'dead';
+
+-- Rows come and go: vacuum by count, not by a share of a table that once was large.
+ALTER TABLE onlyonce.inbox SET (autovacuum_vacuum_scale_factor = 0.0, autovacuum_vacuum_threshold = 5000);

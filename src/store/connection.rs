@@ -1,0 +1,49 @@
+use std::ops::{Deref, DerefMut};
+
+use sqlx::pool::PoolConnection;
+use sqlx::{Connection as _, Database};
+use tokio::sync::OwnedSemaphorePermit;
+
+/// A lane's connection, with what is needed to end its statement from outside.
+#[derive(Debug)]
+pub struct Connection<Db: Database> {
+    pub(crate) conn: PoolConnection<Db>,
+    /// The server's number for this session, where there is one.
+    pub(crate) session: Option<i32>,
+}
+
+impl<Db: Database> Connection<Db> {
+    /// Whether the connection is outside any transaction, as far as the client knows. After a commit
+    /// it must be: otherwise a leaked savepoint made `COMMIT` a mere release of that savepoint.
+    pub(crate) fn is_clean(&self) -> bool {
+        !self.conn.is_in_transaction()
+    }
+}
+
+/// An open transaction of a lane. Dropping it rolls back.
+#[derive(Debug)]
+pub struct Tx<'c, Db: Database> {
+    pub(crate) tx: sqlx::Transaction<'c, Db>,
+    /// Where the database has one writer, the right to be it; given up after the transaction ended.
+    pub(crate) _writer: Option<OwnedSemaphorePermit>,
+}
+
+impl<Db: Database> Tx<'_, Db> {
+    pub(crate) async fn rollback(self) -> Result<(), sqlx::Error> {
+        self.tx.rollback().await
+    }
+}
+
+impl<Db: Database> Deref for Tx<'_, Db> {
+    type Target = Db::Connection;
+
+    fn deref(&self) -> &Self::Target {
+        &self.tx
+    }
+}
+
+impl<Db: Database> DerefMut for Tx<'_, Db> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.tx
+    }
+}

@@ -1,0 +1,256 @@
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use sqlx::postgres::{PgConnection, PgRow, Postgres};
+use sqlx::{PgExecutor, Row as _};
+use uuid::Uuid;
+
+use super::PostgresStore;
+use super::classify::{classify, classify_claim};
+use crate::event::{EventKey, Headers, Identity, Origin, RawEvent};
+use crate::store::held::reduced;
+use crate::store::{
+    Backlog, Connection, HeldEvent, Inbox, Lease, Limits, Parked, ParkedAs, Parking, Store, StoreError,
+    StoreErrorKind, Tx,
+};
+
+#[async_trait]
+impl Inbox for PostgresStore {
+    async fn park(
+        &self,
+        conn: &mut Connection<Postgres>,
+        limits: &Limits,
+        parked: &Parked<'_>,
+    ) -> Result<Parking, StoreError> {
+        match self.park_once(conn, limits, parked).await {
+            // The row must be storable whatever the message holds: keep the body, reduce the rest.
+            Err(e) if e.kind() == StoreErrorKind::Data => {
+                let small = reduced(parked.event);
+                self.park_once(conn, limits, &Parked { event: &small, ..parked.clone() }).await
+            }
+            result => result,
+        }
+    }
+
+    async fn fail_leased(&self, lease: &Lease, parked: &Parked<'_>) -> Result<bool, StoreError> {
+        let (state, reason, after) = becomes(parked.becomes);
+        let done = sqlx::query(self.sql.fail.clone())
+            .bind(lease.id)
+            .bind(lease.token)
+            .bind(state)
+            .bind(reason)
+            .bind(after)
+            .bind(parked.failures.len() as i32)
+            .bind(parked.failures_json())
+            .execute(&self.reserve)
+            .await
+            .map_err(|e| classify("recording a failed held event", e))?;
+        Ok(done.rows_affected() == 1)
+    }
+
+    async fn close_leased(&self, lease: &Lease) -> Result<bool, StoreError> {
+        let closed: i64 = sqlx::query_scalar(self.sql.close.clone())
+            .bind(lease.id)
+            .bind(lease.token)
+            .fetch_one(&self.reserve)
+            .await
+            .map_err(|e| classify("closing a held event", e))?;
+        Ok(closed == 1)
+    }
+
+    async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError> {
+        self.enqueue_with(&self.reserve, parked).await
+    }
+
+    async fn enqueue_in(&self, conn: &mut PgConnection, parked: &Parked<'_>) -> Result<bool, StoreError> {
+        self.enqueue_with(conn, parked).await
+    }
+
+    async fn lease(&self, consumer: &str, max: usize, lease: Duration) -> Result<Vec<HeldEvent>, StoreError> {
+        let token = Uuid::from_u128(fastrand::u128(..));
+        let rows = sqlx::query(self.sql.lease.clone())
+            .bind(consumer)
+            .bind(max as i64)
+            .bind(token)
+            .bind(lease.as_millis() as i64)
+            .fetch_all(&self.reserve)
+            .await
+            .map_err(|e| classify("leasing held events", e))?;
+        let mut held = rows
+            .iter()
+            .map(|row| held_event(row, token))
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|e| classify("reading held events", e))?;
+        held.sort_by_key(|h| h.lease.id);
+        Ok(held)
+    }
+
+    async fn renew(&self, leases: &[Lease], lease: Duration) -> Result<Vec<i64>, StoreError> {
+        let (ids, tokens) = columns(leases);
+        sqlx::query_scalar(self.sql.renew.clone())
+            .bind(ids)
+            .bind(tokens)
+            .bind(lease.as_millis() as i64)
+            .fetch_all(&self.reserve)
+            .await
+            .map_err(|e| classify("renewing leases", e))
+    }
+
+    async fn release_leased(&self, leases: &[Lease], after: Duration) -> Result<(), StoreError> {
+        let (ids, tokens) = columns(leases);
+        sqlx::query(self.sql.release.clone())
+            .bind(ids)
+            .bind(tokens)
+            .bind(after.as_millis() as i64)
+            .execute(&self.reserve)
+            .await
+            .map_err(|e| classify("giving held events back", e))?;
+        Ok(())
+    }
+
+    async fn backlog(&self, consumer: &str) -> Result<Backlog, StoreError> {
+        let row: (i64, i64, i64, i64) = sqlx::query_as(self.sql.backlog.clone())
+            .bind(consumer)
+            .fetch_one(&self.reserve)
+            .await
+            .map_err(|e| classify("counting held events", e))?;
+        Ok(Backlog {
+            due: row.0 as u64,
+            delayed: row.1 as u64,
+            dead: row.2 as u64,
+            oldest_due: Duration::from_millis(row.3.max(0) as u64),
+        })
+    }
+}
+
+impl PostgresStore {
+    /// A crash before the commit leaves nothing, and the source delivers again; a crash after it
+    /// leaves the row, and the redelivery finds it held.
+    async fn park_once(
+        &self,
+        conn: &mut Connection<Postgres>,
+        limits: &Limits,
+        parked: &Parked<'_>,
+    ) -> Result<Parking, StoreError> {
+        let mut tx = self.begin(conn, limits).await?;
+        let mut claimed = None;
+        if let Some((key, identity)) = parked.key {
+            if self.park_claim(&mut tx, parked, key, identity).await? {
+                claimed = Some(key);
+            } else if !parked.escaped {
+                tx.rollback().await.map_err(|e| classify("rolling back", e))?;
+                return Ok(Parking::Duplicate);
+            }
+        }
+        self.park_insert(&mut tx, parked).await.map_err(|e| classify("holding an event", e))?;
+        if let Some(key) = claimed {
+            sqlx::query(self.sql.park_unclaim.clone())
+                .bind(key.as_uuid())
+                .execute(&mut *tx)
+                .await
+                .map_err(|e| classify("giving a claim back", e))?;
+        }
+        tx.tx.commit().await.map_err(|e| classify("committing a held event", e))?;
+        Ok(Parking::Held)
+    }
+
+    async fn park_claim(
+        &self,
+        tx: &mut Tx<'_, Postgres>,
+        parked: &Parked<'_>,
+        key: EventKey,
+        identity: &Identity,
+    ) -> Result<bool, StoreError> {
+        let done = sqlx::query(self.sql.park_claim.clone())
+            .bind(key.as_uuid())
+            .bind(parked.consumer)
+            .bind(&identity.source)
+            .bind(&identity.id)
+            .bind(parked.event.payload_hash().as_bytes())
+            .execute(&mut **tx)
+            .await
+            .map_err(classify_claim)?;
+        Ok(done.rows_affected() == 1)
+    }
+
+    async fn park_insert(&self, tx: &mut Tx<'_, Postgres>, parked: &Parked<'_>) -> Result<(), sqlx::Error> {
+        let event = parked.event;
+        let (state, reason, after) = becomes(parked.becomes);
+        sqlx::query(self.sql.park_insert.clone())
+            .bind(parked.key.map(|(key, _)| key.as_uuid()))
+            .bind(parked.consumer)
+            .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
+            .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
+            .bind(event.event_type.as_deref())
+            .bind(event.key.as_deref())
+            .bind(event.payload.as_deref())
+            .bind(event.payload_hash().as_bytes())
+            .bind(event.headers.encode())
+            .bind(event.time_ms)
+            .bind(parked.origin_text())
+            .bind(state)
+            .bind(reason)
+            .bind(after)
+            .bind(parked.failures.len() as i32)
+            .bind(parked.failures_json())
+            .execute(&mut **tx)
+            .await?;
+        Ok(())
+    }
+
+    async fn enqueue_with<'e>(&self, executor: impl PgExecutor<'e>, parked: &Parked<'_>) -> Result<bool, StoreError> {
+        let event = parked.event;
+        let (_, _, after) = becomes(parked.becomes);
+        let done = sqlx::query(self.sql.enqueue.clone())
+            .bind(parked.key.map(|(key, _)| key.as_uuid()))
+            .bind(parked.consumer)
+            .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
+            .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
+            .bind(event.event_type.as_deref())
+            .bind(event.key.as_deref())
+            .bind(event.payload.as_deref())
+            .bind(event.payload_hash().as_bytes())
+            .bind(event.headers.encode())
+            .bind(event.time_ms)
+            .bind(parked.origin_text())
+            .bind(after)
+            .execute(executor)
+            .await
+            .map_err(|e| classify("enqueuing an event", e))?;
+        Ok(done.rows_affected() == 1)
+    }
+}
+
+/// State, reason, and the delay in milliseconds.
+fn becomes(parked: ParkedAs) -> (&'static str, Option<&'static str>, i64) {
+    match parked {
+        ParkedAs::Ready { after } => ("ready", None, after.as_millis() as i64),
+        ParkedAs::Dead { reason } => ("dead", Some(reason.as_str()), 0),
+    }
+}
+
+fn columns(leases: &[Lease]) -> (Vec<i64>, Vec<Uuid>) {
+    leases.iter().map(|lease| (lease.id, lease.token)).unzip()
+}
+
+fn held_event(row: &PgRow, token: Uuid) -> Result<HeldEvent, sqlx::Error> {
+    let bytes = |column: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<Vec<u8>>, _>(column)?.map(Bytes::from));
+    let stored: &[u8] = row.try_get("headers")?;
+    let identity = Identity::strong(row.try_get::<String, _>("source")?, row.try_get::<String, _>("event_id")?)
+        .map_err(|e| sqlx::Error::Decode(Box::new(e)))?;
+    Ok(HeldEvent {
+        lease: Lease { id: row.try_get("id")?, token, attempts: row.try_get::<i32, _>("attempts")? as u32, identity },
+        event: RawEvent {
+            event_type: bytes("event_type")?,
+            key: bytes("ordering_key")?,
+            payload: bytes("payload")?,
+            headers: Headers::decode(stored)
+                .ok_or_else(|| sqlx::Error::Decode("inbox.headers is not in a form that this version knows".into()))?,
+            time_ms: row.try_get("event_time_ms")?,
+            property: None,
+            origin: Origin { system: "onlyonce", destination: "inbox".into(), detail: row.try_get("origin")? },
+        },
+        released_by_timeout: row.try_get("ran_out")?,
+    })
+}

@@ -1,0 +1,298 @@
+use std::collections::HashMap;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::{AssertSqlSafe, Row as _, SqlSafeStr as _};
+
+use super::PostgresStore;
+use super::classify::{classify, code};
+use crate::store::{Limits, Operations, PurgeCursor, Purged, StoreError, StoreErrorKind};
+
+/// The layout that this version reads and writes.
+const LAYOUT: i32 = 1;
+
+const INIT: &str = include_str!("../../../migrations/postgres/0001_init.sql");
+
+/// What `check` compares with: every table with its columns and their types.
+const COLUMNS: &[(&str, &[(&str, &str)])] = &[
+    (
+        "processed_events",
+        &[
+            ("event_key", "uuid"),
+            ("kind", "text"),
+            ("consumer", "text"),
+            ("source", "text"),
+            ("event_id", "text"),
+            ("payload_hash", "bytea"),
+            ("outcome", "text"),
+            ("processed_at", "timestamptz"),
+        ],
+    ),
+    (
+        "inbox",
+        &[
+            ("id", "int8"),
+            ("event_key", "uuid"),
+            ("consumer", "text"),
+            ("source", "text"),
+            ("event_id", "text"),
+            ("event_type", "bytea"),
+            ("ordering_key", "bytea"),
+            ("payload", "bytea"),
+            ("payload_hash", "bytea"),
+            ("headers", "bytea"),
+            ("event_time_ms", "int8"),
+            ("copy_payload", "bytea"),
+            ("copy_payload_hash", "bytea"),
+            ("copy_headers", "bytea"),
+            ("origin", "text"),
+            ("state", "text"),
+            ("reason", "text"),
+            ("run_at", "timestamptz"),
+            ("attempts", "int4"),
+            ("failures", "jsonb"),
+            ("lease_token", "uuid"),
+            ("leased_until", "timestamptz"),
+            ("received_at", "timestamptz"),
+            ("dead_at", "timestamptz"),
+        ],
+    ),
+];
+
+/// Without these two, an event could be processed twice or held twice: their absence is fatal.
+const UNIQUE: &[(&str, &str, Option<&str>)] = &[
+    ("processed_events", "event_key", None),
+    ("inbox", "event_key", Some("state = ANY (ARRAY['ready'::text, 'running'::text, 'dead'::text])")),
+];
+
+#[async_trait]
+impl Operations for PostgresStore {
+    async fn migrate(&self) -> Result<(), StoreError> {
+        // One transaction with a transaction-scoped lock: a session lock would outlive a failed or
+        // cancelled migration and hang every later one, this application's own included.
+        let migrating = |e: sqlx::Error| {
+            let kind = if code(&e).is_some() { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
+            StoreError::from_sqlx(kind, "migrating", e)
+        };
+        let mut tx = self.reserve.begin().await.map_err(migrating)?;
+        sqlx::query("SET LOCAL lock_timeout = '60s'").execute(&mut *tx).await.map_err(migrating)?;
+        sqlx::query("SELECT pg_advisory_xact_lock(hashtextextended('onlyonce.' || $1, 0))")
+            .bind(self.schema.as_str())
+            .execute(&mut *tx)
+            .await
+            .map_err(migrating)?;
+        let schema = self.schema.quoted();
+        // Asked first, so that a role that may not create schemas can use one that is there.
+        let there: bool = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM pg_namespace WHERE nspname = $1)")
+            .bind(self.schema.as_str())
+            .fetch_one(&mut *tx)
+            .await
+            .map_err(migrating)?;
+        if !there {
+            sqlx::raw_sql(AssertSqlSafe(format!("CREATE SCHEMA {schema}")))
+                .execute(&mut *tx)
+                .await
+                .map_err(migrating)?;
+        }
+        let migrations = vec![Migration::new(
+            1,
+            "init".into(),
+            MigrationType::Simple,
+            AssertSqlSafe(INIT.replace("onlyonce.", &format!("{schema}."))).into_sql_str(),
+            false,
+        )];
+        let mut migrator = Migrator::with_migrations(migrations);
+        migrator.dangerous_set_table_name(format!("{schema}.migrations"));
+        migrator.set_locking(false);
+        migrator
+            .run_direct(None, &mut *tx, false)
+            .await
+            .map_err(|e| StoreError::new(StoreErrorKind::Misconfigured, format!("migrating: {e}")))?;
+        tx.commit().await.map_err(migrating)
+    }
+
+    async fn check(&self, limits: &Limits) -> Result<(), StoreError> {
+        self.probe_settings(limits).await?;
+        self.check_version().await?;
+        self.check_columns().await?;
+        self.check_unique().await
+    }
+
+    async fn purge(
+        &self,
+        consumer: &str,
+        window: Duration,
+        limit: u32,
+        after: PurgeCursor,
+    ) -> Result<Purged, StoreError> {
+        let purging = |e| classify("purging", e);
+        let window_ms = i64::try_from(window.as_millis()).unwrap_or(i64::MAX);
+        let row = sqlx::query(self.sql.purge.clone())
+            .bind(consumer)
+            .bind(window_ms)
+            .bind(i64::from(limit))
+            .bind(after.0)
+            .fetch_one(&self.reserve)
+            .await
+            .map_err(purging)?;
+        let rows: i64 = row.try_get(0).map_err(purging)?;
+        let next: Option<i64> = row.try_get(1).map_err(purging)?;
+        let lag: i64 = sqlx::query_scalar(self.sql.purge_lag.clone())
+            .bind(consumer)
+            .bind(window_ms)
+            .fetch_one(&self.reserve)
+            .await
+            .map_err(purging)?;
+        Ok(Purged {
+            rows: rows as u64,
+            next: next.map_or(after, PurgeCursor),
+            more: rows >= i64::from(limit),
+            lag: Duration::from_millis(lag.max(0) as u64),
+        })
+    }
+}
+
+impl PostgresStore {
+    async fn probe_settings(&self, limits: &Limits) -> Result<(), StoreError> {
+        let row = sqlx::query(
+            "SELECT pg_is_in_recovery(), current_setting('synchronous_commit'), current_setting('fsync'), \
+                    current_setting('server_version_num')::int",
+        )
+        .fetch_one(&self.reserve)
+        .await
+        .map_err(|e| classify("connecting", e))?;
+        let read = |e| classify("connecting", e);
+        if row.try_get::<bool, _>(0).map_err(read)? {
+            return Err(unavailable("the server is in recovery and takes no writes (connect to the primary)"));
+        }
+        let version: i32 = row.try_get(3).map_err(read)?;
+        if version < 130_000 {
+            return Err(misconfigured(format!("the server is PostgreSQL {} (13 or later is needed)", version / 10_000)));
+        }
+        let (commit, fsync): (&str, &str) = (row.try_get(1).map_err(read)?, row.try_get(2).map_err(read)?);
+        if !limits.allow_async_commit && (commit == "off" || fsync == "off") {
+            return Err(misconfigured(format!(
+                "synchronous_commit is {commit} and fsync is {fsync}: a confirmed commit could be lost in a crash of \
+                 the server, after its message was acked (set both to on for this role, or allow_async_commit if a \
+                 lost event is acceptable)"
+            )));
+        }
+        Ok(())
+    }
+
+    async fn check_version(&self) -> Result<(), StoreError> {
+        let sql = format!("SELECT min_supported, max_supported FROM {}.schema_version", self.schema.quoted());
+        let row = sqlx::query(AssertSqlSafe(sql)).fetch_optional(&self.reserve).await.map_err(|e| {
+            match code(&e).as_deref() {
+                Some("42P01" | "3F000") => misconfigured(format!(
+                    "schema {} has no onlyonce tables (run migrate(), or apply migrations/postgres/0001_init.sql)",
+                    self.schema.as_str()
+                )),
+                Some("42501") => misconfigured(format!(
+                    "this role may not read schema {} (GRANT USAGE ON SCHEMA, and ALL ON ALL TABLES in it)",
+                    self.schema.as_str()
+                )),
+                _ => classify("checking the schema", e),
+            }
+        })?;
+        let read = |e| classify("checking the schema", e);
+        let (min, max): (i32, i32) = match &row {
+            None => (0, 0),
+            Some(row) => (row.try_get(0).map_err(read)?, row.try_get(1).map_err(read)?),
+        };
+        if min <= LAYOUT && LAYOUT <= max {
+            return Ok(());
+        }
+        Err(misconfigured(format!(
+            "the tables in schema {} support layouts {min} to {max}, this version needs {LAYOUT} ({})",
+            self.schema.as_str(),
+            if max < LAYOUT { "run migrate()" } else { "update this program" }
+        )))
+    }
+
+    async fn check_columns(&self) -> Result<(), StoreError> {
+        let rows = sqlx::query(
+            "SELECT c.relname::text, a.attname::text, t.typname::text, COALESCE(l.collname::text, '')
+               FROM pg_class c
+               JOIN pg_namespace n ON n.oid = c.relnamespace
+               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+               JOIN pg_type t ON t.oid = a.atttypid
+               LEFT JOIN pg_collation l ON l.oid = a.attcollation
+              WHERE n.nspname = $1 AND c.relkind IN ('r', 'p')",
+        )
+        .bind(self.schema.as_str())
+        .fetch_all(&self.reserve)
+        .await
+        .map_err(|e| classify("checking the schema", e))?;
+        let mut there: HashMap<(String, String), String> = HashMap::new();
+        for row in rows {
+            let read = |e| classify("checking the schema", e);
+            there.insert((row.try_get(0).map_err(read)?, row.try_get(1).map_err(read)?), row.try_get(2).map_err(read)?);
+        }
+        for (table, columns) in COLUMNS {
+            for (column, needed) in *columns {
+                match there.get(&((*table).to_owned(), (*column).to_owned())) {
+                    Some(found) if found == needed => {}
+                    Some(found) => {
+                        return Err(misconfigured(format!(
+                            "column {table}.{column} is {found}, {needed} is needed (ALTER TABLE {}.{table} ALTER COLUMN \
+                             {column} TYPE {needed})",
+                            self.schema.quoted()
+                        )));
+                    }
+                    None => {
+                        return Err(misconfigured(format!(
+                            "column {table}.{column} ({needed}) is missing in schema {} (run migrate(), or compare \
+                             with migrations/postgres/0001_init.sql)",
+                            self.schema.as_str()
+                        )));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn check_unique(&self) -> Result<(), StoreError> {
+        let rows: Vec<(String, String, Option<String>)> = sqlx::query_as(
+            "SELECT c.relname::text, a.attname::text, pg_get_expr(i.indpred, i.indrelid)
+               FROM pg_index i
+               JOIN pg_class c ON c.oid = i.indrelid
+               JOIN pg_namespace n ON n.oid = c.relnamespace
+               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
+              WHERE n.nspname = $1 AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1",
+        )
+        .bind(self.schema.as_str())
+        .fetch_all(&self.reserve)
+        .await
+        .map_err(|e| classify("checking the schema", e))?;
+        for (table, column, predicate) in UNIQUE {
+            let matches = |(t, c, p): &(String, String, Option<String>)| {
+                t == table && c == column && p.as_deref().map(plain) == predicate.map(plain)
+            };
+            if !rows.iter().any(matches) {
+                let place = predicate.map_or(String::new(), |_| " WHERE state IN ('ready', 'running', 'dead')".into());
+                return Err(misconfigured(format!(
+                    "table {table} has no unique index on {column}{place}, so events could be applied twice \
+                     (CREATE UNIQUE INDEX ON {}.{table} ({column}){place})",
+                    self.schema.quoted()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A predicate without the outer brackets that the server's own printing adds.
+fn plain(predicate: &str) -> String {
+    predicate.trim_matches(['(', ')']).to_owned()
+}
+
+fn misconfigured(message: impl Into<String>) -> StoreError {
+    StoreError::new(StoreErrorKind::Misconfigured, message)
+}
+
+fn unavailable(message: impl Into<String>) -> StoreError {
+    StoreError::new(StoreErrorKind::Unavailable, message)
+}

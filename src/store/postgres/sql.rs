@@ -1,0 +1,213 @@
+use std::sync::Arc;
+
+use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
+
+use super::SchemaName;
+
+/// Every statement of the store, with the schema's name in its place. Built once; the name is a
+/// validated and quoted identifier, and nothing else is ever put into SQL.
+pub(super) struct Sql {
+    pub claim: SqlStr,
+    pub claim_read: SqlStr,
+    pub claim_once: SqlStr,
+    pub guard: SqlStr,
+    pub park_claim: SqlStr,
+    pub park_insert: SqlStr,
+    pub park_unclaim: SqlStr,
+    pub enqueue: SqlStr,
+    pub lease: SqlStr,
+    pub renew: SqlStr,
+    pub release: SqlStr,
+    pub fail: SqlStr,
+    pub close: SqlStr,
+    pub backlog: SqlStr,
+    pub purge: SqlStr,
+    pub purge_lag: SqlStr,
+}
+
+/// The states in which a row stands for its event.
+const UNFINISHED: &str = "('ready', 'running', 'dead')";
+
+/// `$1` keys, `$2` consumer, `$3` sources, `$4` event ids, `$5` payload hashes, `$6` own rows,
+/// `$7` own tokens, `$8` outcome. A held row stands in the way if it has this very payload and is not
+/// the delivery's own; a copy with another payload may run.
+const CLAIM: &str = "
+INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
+  FROM unnest($1::uuid[], $3::text[], $4::text[], $5::bytea[], $6::bigint[], $7::uuid[])
+       AS u (k, source, event_id, hash, own, token)
+ WHERE NOT EXISTS (
+       SELECT 1 FROM {s}.inbox x
+        WHERE x.event_key = u.k AND x.state IN {unfinished}
+          AND (x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
+          AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
+    ON CONFLICT (event_key) DO NOTHING
+RETURNING event_key, pg_current_xact_id()::text";
+
+/// What stands where an insert found its place taken; a fresh snapshot, so it sees who won.
+const CLAIM_READ: &str = "
+SELECT u.k, p.source, p.event_id, p.payload_hash, p.outcome,
+       (SELECT x.state FROM {s}.inbox x
+         WHERE x.event_key = u.k AND x.state IN {unfinished}
+           AND (x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
+           AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
+  FROM unnest($1::uuid[], $2::bytea[], $3::bigint[], $4::uuid[]) AS u (k, hash, own, token)
+  LEFT JOIN {s}.processed_events p ON p.event_key = u.k";
+
+const CLAIM_ONCE: &str = "
+INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+VALUES ($1, 'once', $2, $3, $4, '', 'processed')
+    ON CONFLICT (event_key) DO NOTHING";
+
+/// `$1` keys, `$2` the claims' xid, `$3` the final state of rows that were dead once. The xid stands
+/// inside the writes as well: in a transaction that is not ours they would commit on their own.
+const GUARD: &str = "
+WITH deleted AS (
+       DELETE FROM {s}.inbox
+        WHERE event_key = ANY ($1) AND state IN {unfinished} AND dead_at IS NULL
+          AND pg_current_xact_id_if_assigned()::text = $2
+    RETURNING 1),
+     finished AS (
+       UPDATE {s}.inbox SET state = $3, lease_token = NULL, leased_until = NULL
+        WHERE event_key = ANY ($1) AND state IN {unfinished} AND dead_at IS NOT NULL
+          AND pg_current_xact_id_if_assigned()::text = $2
+    RETURNING 1)
+SELECT pg_current_xact_id_if_assigned()::text, (SELECT count(*) FROM deleted), (SELECT count(*) FROM finished)";
+
+const PARK_CLAIM: &str = "
+INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+VALUES ($1, 'event', $2, $3, $4, $5, 'processed')
+    ON CONFLICT (event_key) DO NOTHING";
+
+const PARK_UNCLAIM: &str = "DELETE FROM {s}.processed_events WHERE event_key = $1";
+
+/// On a row that is already there, attempts add up and failures append. Failures that it holds
+/// already are those of a parking whose commit was in doubt: they count once. Another payload is kept
+/// as the row's copy and changes neither its state nor its payload.
+const PARK_INSERT: &str = "
+INSERT INTO {s}.inbox AS i (event_key, consumer, source, event_id, event_type, ordering_key, payload, payload_hash,
+       headers, event_time_ms, origin, state, reason, run_at, attempts, failures, dead_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, now() + $14::bigint * interval '1 millisecond',
+       $15, $16::jsonb, CASE WHEN $12 = 'dead' THEN now() END)
+    ON CONFLICT (event_key) WHERE state IN {unfinished} DO UPDATE SET
+       attempts = i.attempts + CASE WHEN i.failures @> excluded.failures THEN 0 ELSE excluded.attempts END,
+       failures = jsonb_path_query_array(
+           CASE WHEN i.failures @> excluded.failures THEN i.failures ELSE i.failures || excluded.failures END,
+           '$[last-19 to last]'),
+       copy_payload = CASE WHEN i.payload_hash = excluded.payload_hash THEN i.copy_payload ELSE excluded.payload END,
+       copy_payload_hash = CASE WHEN i.payload_hash = excluded.payload_hash THEN i.copy_payload_hash
+                                ELSE excluded.payload_hash END,
+       copy_headers = CASE WHEN i.payload_hash = excluded.payload_hash THEN i.copy_headers ELSE excluded.headers END,
+       state = CASE WHEN i.state = 'ready' AND i.payload_hash = excluded.payload_hash THEN excluded.state
+                    ELSE i.state END,
+       reason = CASE WHEN i.state = 'ready' AND i.payload_hash = excluded.payload_hash THEN excluded.reason
+                     ELSE i.reason END,
+       dead_at = CASE WHEN i.state = 'ready' AND i.payload_hash = excluded.payload_hash
+                      THEN COALESCE(excluded.dead_at, i.dead_at) ELSE i.dead_at END,
+       run_at = CASE WHEN i.state = 'ready' AND i.payload_hash = excluded.payload_hash THEN excluded.run_at
+                     ELSE i.run_at END";
+
+const ENQUEUE: &str = "
+INSERT INTO {s}.inbox (event_key, consumer, source, event_id, event_type, ordering_key, payload, payload_hash,
+       headers, event_time_ms, origin, state, run_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, 'ready', now() + $12::bigint * interval '1 millisecond')
+    ON CONFLICT (event_key) WHERE state IN {unfinished} DO NOTHING";
+
+/// Rows whose lease ran out are due as well: whoever had them died or lost the database.
+const LEASE: &str = "
+WITH due AS (
+       SELECT id, leased_until IS NOT NULL AS ran_out
+         FROM {s}.inbox
+        WHERE consumer = $1 AND state IN ('ready', 'running') AND COALESCE(leased_until, run_at) <= now()
+        ORDER BY COALESCE(leased_until, run_at)
+        LIMIT $2
+          FOR UPDATE SKIP LOCKED)
+UPDATE {s}.inbox i
+   SET state = 'running', lease_token = $3, leased_until = now() + $4::bigint * interval '1 millisecond'
+  FROM due
+ WHERE i.id = due.id
+RETURNING i.id, i.attempts, i.source, i.event_id, i.event_type, i.ordering_key, i.payload, i.headers,
+          i.event_time_ms, i.origin, due.ran_out";
+
+const RENEW: &str = "
+UPDATE {s}.inbox i SET leased_until = now() + $3::bigint * interval '1 millisecond'
+  FROM unnest($1::bigint[], $2::uuid[]) AS u (id, token)
+ WHERE i.id = u.id AND i.lease_token = u.token AND i.state = 'running'
+RETURNING i.id";
+
+const RELEASE: &str = "
+UPDATE {s}.inbox i
+   SET state = 'ready', lease_token = NULL, leased_until = NULL, run_at = now() + $3::bigint * interval '1 millisecond'
+  FROM unnest($1::bigint[], $2::uuid[]) AS u (id, token)
+ WHERE i.id = u.id AND i.lease_token = u.token AND i.state = 'running'";
+
+const FAIL: &str = "
+UPDATE {s}.inbox
+   SET state = $3, reason = $4, run_at = now() + $5::bigint * interval '1 millisecond', attempts = attempts + $6,
+       failures = jsonb_path_query_array(failures || $7::jsonb, '$[last-19 to last]'),
+       lease_token = NULL, leased_until = NULL,
+       dead_at = CASE WHEN $3 = 'dead' THEN now() ELSE dead_at END
+ WHERE id = $1 AND lease_token = $2 AND state = 'running'";
+
+const CLOSE: &str = "
+WITH deleted AS (
+       DELETE FROM {s}.inbox WHERE id = $1 AND lease_token = $2 AND state = 'running' AND dead_at IS NULL RETURNING 1),
+     finished AS (
+       UPDATE {s}.inbox SET state = 'replayed', lease_token = NULL, leased_until = NULL
+        WHERE id = $1 AND lease_token = $2 AND state = 'running' AND dead_at IS NOT NULL RETURNING 1)
+SELECT (SELECT count(*) FROM deleted) + (SELECT count(*) FROM finished)";
+
+const BACKLOG: &str = "
+SELECT count(*) FILTER (WHERE state <> 'dead' AND COALESCE(leased_until, run_at) <= now() OR state = 'running'),
+       count(*) FILTER (WHERE state = 'ready' AND run_at > now()),
+       count(*) FILTER (WHERE state = 'dead'),
+       COALESCE(EXTRACT(EPOCH FROM now() - min(run_at) FILTER (WHERE state <> 'dead' AND run_at <= now())) * 1000, 0)::bigint
+  FROM {s}.inbox
+ WHERE consumer = $1 AND state IN {unfinished}";
+
+/// `$4` is where the last batch ended: the pages before it hold only dead rows by now, and a scan
+/// that began at the start of the index would read them all again.
+const PURGE: &str = "
+WITH old AS (
+       SELECT event_key, processed_at
+         FROM {s}.processed_events
+        WHERE consumer = $1 AND kind = 'event'
+          AND processed_at < now() - $2::bigint * interval '1 millisecond'
+          AND processed_at >= 'epoch'::timestamptz + $4::bigint * interval '1 microsecond'
+        ORDER BY processed_at
+        LIMIT $3
+          FOR UPDATE SKIP LOCKED),
+     gone AS (
+       DELETE FROM {s}.processed_events p USING old WHERE p.event_key = old.event_key RETURNING old.processed_at)
+SELECT count(*), (EXTRACT(EPOCH FROM max(processed_at)) * 1000000)::bigint FROM gone";
+
+const PURGE_LAG: &str = "
+SELECT COALESCE(GREATEST(EXTRACT(EPOCH FROM now() - min(processed_at)) * 1000 - $2, 0), 0)::bigint
+  FROM {s}.processed_events WHERE consumer = $1 AND kind = 'event'";
+
+impl Sql {
+    pub(super) fn new(schema: &SchemaName) -> Self {
+        let sql = |template: &str| {
+            let text = template.replace("{s}", &schema.quoted()).replace("{unfinished}", UNFINISHED);
+            AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
+        };
+        Self {
+            claim: sql(CLAIM),
+            claim_read: sql(CLAIM_READ),
+            claim_once: sql(CLAIM_ONCE),
+            guard: sql(GUARD),
+            park_claim: sql(PARK_CLAIM),
+            park_insert: sql(PARK_INSERT),
+            park_unclaim: sql(PARK_UNCLAIM),
+            enqueue: sql(ENQUEUE),
+            lease: sql(LEASE),
+            renew: sql(RENEW),
+            release: sql(RELEASE),
+            fail: sql(FAIL),
+            close: sql(CLOSE),
+            backlog: sql(BACKLOG),
+            purge: sql(PURGE),
+            purge_lag: sql(PURGE_LAG),
+        }
+    }
+}

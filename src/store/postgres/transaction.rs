@@ -1,0 +1,280 @@
+use std::collections::HashMap;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::postgres::{PgConnection, Postgres};
+use sqlx::{AssertSqlSafe, Connection as _, Row as _};
+use uuid::Uuid;
+
+use super::classify::{classify, classify_claim, code};
+use super::options::RESERVE;
+use super::{PostgresStore, Sql};
+use crate::event::EventKey;
+use crate::store::claim::in_request_order;
+use crate::store::{
+    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState, Isolation,
+    Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
+};
+
+/// How often a claim is tried again when what stood in its way was gone before it could be read.
+const MOVED: usize = 5;
+
+/// How long a probe, or the end of a stuck statement, may take.
+const PROBE: Duration = Duration::from_secs(5);
+
+#[async_trait]
+impl Store for PostgresStore {
+    type Db = Postgres;
+
+    fn name(&self) -> &'static str {
+        "postgresql"
+    }
+
+    fn max_connections(&self) -> u32 {
+        self.lanes.options().get_max_connections() + RESERVE
+    }
+
+    fn max_useful_lanes(&self) -> Option<usize> {
+        None
+    }
+
+    async fn open(&self) -> Result<Connection<Postgres>, StoreError> {
+        let mut conn = self.lanes.acquire().await.map_err(|e| classify("taking a connection", e))?;
+        let session = sqlx::query_scalar("SELECT pg_backend_pid()")
+            .fetch_one(&mut *conn)
+            .await
+            .map_err(|e| classify("opening a session", e))?;
+        // Behind a pooler, the next statement may run in another session than this one.
+        Ok(Connection { conn, session: (!self.pooler).then_some(session) })
+    }
+
+    async fn begin<'c>(
+        &self,
+        conn: &'c mut Connection<Postgres>,
+        limits: &Limits,
+    ) -> Result<Tx<'c, Postgres>, StoreError> {
+        let version = conn.conn.server_version_num();
+        let begin = AssertSqlSafe(begin_statement(limits, version));
+        let tx = conn.conn.begin_with(begin).await.map_err(|e| classify("beginning", e))?;
+        Ok(Tx { tx, _writer: None })
+    }
+
+    async fn claim(
+        &self,
+        tx: &mut Tx<'_, Postgres>,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+    ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
+        // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
+        let mut pending: Vec<&ClaimRequest<'_>> = requests.iter().collect();
+        pending.sort_by_key(|r| r.key);
+        pending.dedup_by_key(|r| r.key);
+
+        let mut answers: HashMap<EventKey, ClaimAnswer> = HashMap::with_capacity(pending.len());
+        let mut claims = Claims { keys: Vec::with_capacity(pending.len()), mark: None, outcome };
+        for _ in 0..MOVED {
+            let inserted = insert(&self.sql, tx, &pending, outcome).await.map_err(classify_claim)?;
+            for (key, xid) in inserted {
+                answers.insert(key, ClaimAnswer::New);
+                claims.keys.push(key);
+                claims.mark = Some(xid);
+            }
+            pending.retain(|r| !answers.contains_key(&r.key));
+            if pending.is_empty() {
+                break;
+            }
+            for (key, found) in read(&self.sql, tx, &pending).await.map_err(classify_claim)? {
+                let request = pending.iter().find(|r| r.key == key);
+                if let Some(answer) = request.and_then(|r| found.answer(r)) {
+                    answers.insert(key, answer);
+                }
+            }
+            pending.retain(|r| !answers.contains_key(&r.key));
+            if pending.is_empty() {
+                break;
+            }
+        }
+        if let Some(request) = pending.first() {
+            return Err(StoreError::new(
+                StoreErrorKind::Busy,
+                format!("event {} kept moving between claim and inbox", request.identity.id),
+            ));
+        }
+        Ok((in_request_order(requests, &answers, outcome), claims))
+    }
+
+    async fn guard(&self, tx: &mut Tx<'_, Postgres>, claims: Claims) -> Result<Guarded, GuardError> {
+        let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
+        let finished_as = match claims.outcome {
+            Outcome::Processed => "replayed",
+            Outcome::Discarded => "discarded",
+        };
+        let row = sqlx::query(self.sql.guard.clone())
+            .bind(&keys)
+            .bind(&claims.mark)
+            .bind(finished_as)
+            .fetch_one(&mut **tx)
+            .await;
+        match row.and_then(|row| row.try_get::<Option<String>, _>(0)) {
+            Ok(xid) if xid.is_some() && xid == claims.mark => Ok(Guarded(())),
+            Ok(_) => Err(GuardError::Escaped),
+            Err(e) => match code(&e).as_deref() {
+                Some("25P02") => Err(GuardError::Aborted(classify("guarding", e))),
+                // A session is read-only outside our transactions. If this one is still alive the
+                // handler made it so; if not, the guard ran in a transaction of its own.
+                Some("25006") => {
+                    let alive = sqlx::query("SELECT 1").execute(&mut **tx).await;
+                    Err(if alive.is_err() { GuardError::Aborted(classify("guarding", e)) } else { GuardError::Escaped })
+                }
+                _ => Err(GuardError::Store(classify("guarding", e))),
+            },
+        }
+    }
+
+    async fn commit(&self, tx: Tx<'_, Postgres>, _guarded: Guarded) -> Result<(), CommitError> {
+        tx.tx.commit().await.map_err(|e| match code(&e).as_deref() {
+            Some("40001" | "40P01") => CommitError::Contention(classify("committing", e)),
+            // Deferred constraints (23), and what deferred triggers raise of their own (22, P0).
+            Some(code) if ["22", "23", "P0"].iter().any(|class| code.starts_with(class)) => {
+                CommitError::Refused(classify("committing", e))
+            }
+            _ => CommitError::Unknown(classify("committing", e).with_kind(StoreErrorKind::Unavailable)),
+        })
+    }
+
+    async fn abandon(&self, conn: Connection<Postgres>) {
+        if let Some(session) = conn.session {
+            // While we still hold the socket, so that the number cannot mean another session by now.
+            let ended = sqlx::query("SELECT pg_terminate_backend($1)").bind(session).execute(&self.reserve);
+            if !matches!(tokio::time::timeout(PROBE, ended).await, Ok(Ok(_))) {
+                tracing::debug!(session, "could not end a stuck session; the server's own limits will");
+            }
+        }
+        drop(conn.conn.detach());
+    }
+
+    async fn probe(&self) -> Result<(), StoreError> {
+        let probe = async {
+            let mut conn = PgConnection::connect_with(&self.reserve.connect_options()).await?;
+            // Assigns a transaction id and commits it: a standby refuses it, and so does a full disk.
+            sqlx::raw_sql("BEGIN READ WRITE; SELECT pg_current_xact_id(); COMMIT").execute(&mut conn).await?;
+            conn.close().await
+        };
+        match tokio::time::timeout(PROBE, probe).await {
+            Ok(result) => result.map_err(|e| classify("probing the database", e)),
+            Err(_) => {
+                Err(StoreError::new(StoreErrorKind::Unavailable, "probing the database: no answer within 5 s"))
+            }
+        }
+    }
+
+    async fn claim_once(
+        &self,
+        conn: &mut PgConnection,
+        consumer: &str,
+        name: &str,
+        id: &str,
+    ) -> Result<bool, sqlx::Error> {
+        let done = sqlx::query(self.sql.claim_once.clone())
+            .bind(EventKey::of_once(consumer, name, id).as_uuid())
+            .bind(consumer)
+            .bind(format!("business:{name}"))
+            .bind(id)
+            .execute(conn)
+            .await?;
+        Ok(done.rows_affected() == 1)
+    }
+}
+
+/// One round trip: the transaction and all its limits, which end with it.
+fn begin_statement(limits: &Limits, server_version: Option<u32>) -> String {
+    let level = match limits.isolation {
+        Isolation::ReadCommitted => "READ COMMITTED",
+        Isolation::RepeatableRead => "REPEATABLE READ",
+        Isolation::Serializable => "SERIALIZABLE",
+    };
+    let ms = |limit: Duration| limit.as_millis().clamp(1, i32::MAX as u128);
+    let mut begin = format!(
+        "BEGIN ISOLATION LEVEL {level} READ WRITE; SET LOCAL lock_timeout = {}; SET LOCAL statement_timeout = {}; \
+         SET LOCAL idle_in_transaction_session_timeout = {}",
+        ms(limits.lock_timeout),
+        ms(limits.statement_timeout),
+        ms(limits.idle_timeout),
+    );
+    if server_version.is_some_and(|version| version >= 170_000) {
+        begin.push_str(&format!("; SET LOCAL transaction_timeout = {}", ms(limits.transaction_timeout)));
+    }
+    begin
+}
+
+async fn insert(
+    sql: &Sql,
+    tx: &mut Tx<'_, Postgres>,
+    requests: &[&ClaimRequest<'_>],
+    outcome: Outcome,
+) -> Result<Vec<(EventKey, String)>, sqlx::Error> {
+    let Some(first) = requests.first() else { return Ok(Vec::new()) };
+    let (keys, hashes, own, tokens) = columns(requests);
+    let sources: Vec<&str> = requests.iter().map(|r| r.identity.source.as_str()).collect();
+    let ids: Vec<&str> = requests.iter().map(|r| r.identity.id.as_str()).collect();
+    sqlx::query(sql.claim.clone())
+        .bind(keys)
+        .bind(first.consumer)
+        .bind(sources)
+        .bind(ids)
+        .bind(hashes)
+        .bind(own)
+        .bind(tokens)
+        .bind(outcome.as_str())
+        .fetch_all(&mut **tx)
+        .await?
+        .into_iter()
+        .map(|row| Ok((EventKey::from_uuid(row.try_get(0)?), row.try_get(1)?)))
+        .collect()
+}
+
+async fn read(
+    sql: &Sql,
+    tx: &mut Tx<'_, Postgres>,
+    requests: &[&ClaimRequest<'_>],
+) -> Result<Vec<(EventKey, Found)>, sqlx::Error> {
+    let (keys, hashes, own, tokens) = columns(requests);
+    sqlx::query(sql.claim_read.clone())
+        .bind(keys)
+        .bind(hashes)
+        .bind(own)
+        .bind(tokens)
+        .fetch_all(&mut **tx)
+        .await?
+        .into_iter()
+        .map(|row| {
+            let processed = match row.try_get::<Option<String>, _>(1)? {
+                None => None,
+                Some(source) => {
+                    let outcome = match row.try_get::<&str, _>(4)? {
+                        "discarded" => Outcome::Discarded,
+                        _ => Outcome::Processed,
+                    };
+                    Some((source, row.try_get(2)?, row.try_get(3)?, outcome))
+                }
+            };
+            let held = row.try_get::<Option<&str>, _>(5)?.map(|state| match state {
+                "ready" => HeldState::Ready,
+                "running" => HeldState::Running,
+                _ => HeldState::Dead,
+            });
+            Ok((EventKey::from_uuid(row.try_get(0)?), Found { processed, held }))
+        })
+        .collect()
+}
+
+type Columns<'a> = (Vec<Uuid>, Vec<&'a [u8]>, Vec<Option<i64>>, Vec<Option<Uuid>>);
+
+fn columns<'a>(requests: &[&'a ClaimRequest<'_>]) -> Columns<'a> {
+    (
+        requests.iter().map(|r| r.key.as_uuid()).collect(),
+        requests.iter().map(|r| r.payload_hash.as_bytes()).collect(),
+        requests.iter().map(|r| r.own.map(|lease| lease.id)).collect(),
+        requests.iter().map(|r| r.own.map(|lease| lease.token)).collect(),
+    )
+}
