@@ -2,7 +2,7 @@
 //!
 //! [`Store`] is the transaction: begin, claim, guard, commit. [`Inbox`] is the table of held events,
 //! [`Operations`] is what runs beside the work: schema, purge. A consumer needs all three; they are
-//! apart so that none of them is a giant. [`PostgresStore`] and `SqliteStore` implement them with
+//! apart so that none of them is a giant. [`PostgresStore`] and [`SqliteStore`] implement them with
 //! the same file names, statement for statement.
 
 mod claim;
@@ -11,6 +11,8 @@ mod error;
 mod held;
 #[cfg(feature = "postgres")]
 pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
 
 use std::time::Duration;
 
@@ -25,6 +27,8 @@ pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
 #[cfg(feature = "postgres")]
 pub use postgres::PostgresStore;
+#[cfg(feature = "sqlite")]
+pub use sqlite::SqliteStore;
 
 /// One database transaction that carries the claim, the handler's writes and nothing else.
 ///

@@ -1,0 +1,245 @@
+//! Every statement of the store. The tables have a fixed prefix, so nothing is ever put into SQL.
+
+/// Now, by the database's clock, in microseconds since 1970.
+macro_rules! now {
+    () => {
+        "CAST(unixepoch('subsec') * 1000000 AS INTEGER)"
+    };
+}
+
+/// The states in which a row stands for its event. Word for word as in the index that holds it to one.
+macro_rules! unfinished {
+    () => {
+        "('ready', 'running', 'dead')"
+    };
+}
+
+/// The event keys of the JSON array `?1`, in hexadecimal: one statement for any number of them.
+macro_rules! keys {
+    () => {
+        "(SELECT unhex(value) FROM json_each(?1))"
+    };
+}
+
+/// The leases of the JSON array `?1` of [id, token]; the token is in hexadecimal.
+macro_rules! leased {
+    () => {
+        "(id, lease_token) IN (SELECT json_extract(value, '$[0]'), unhex(json_extract(value, '$[1]')) \
+         FROM json_each(?1)) AND state = 'running'"
+    };
+}
+
+/// A transaction that is the writer from the start: one that becomes it later fails at once if
+/// another has committed meanwhile, whatever the timeout.
+pub(super) const BEGIN: &str = "BEGIN IMMEDIATE";
+
+/// `?1` key, `?2` consumer, `?3` source, `?4` event id, `?5` payload hash, `?6` own row, `?7` own token,
+/// `?8` outcome, `?9` the mark that no commit gets past until the guard took it away. A held row stands
+/// in the way if it has this very payload and is not the delivery's own; a copy with another payload
+/// may run.
+pub(super) const CLAIM: &str = concat!(
+    "
+INSERT INTO onlyonce_processed_events
+       (event_key, kind, consumer, source, event_id, payload_hash, outcome, open_mark)
+SELECT ?1, 'event', ?2, ?3, ?4, ?5, ?8, ?9
+ WHERE NOT EXISTS (
+       SELECT 1 FROM onlyonce_inbox x
+        WHERE x.event_key = ?1 AND x.state IN ",
+    unfinished!(),
+    "
+          AND (x.payload_hash = ?5 OR x.copy_payload_hash = ?5)
+          AND (x.id IS NOT ?6 OR x.lease_token IS NOT ?7))
+    ON CONFLICT (event_key) DO NOTHING"
+);
+
+/// What stands where an insert found its place taken. `?1` key, `?2` payload hash, `?3` own row, `?4` own token.
+pub(super) const CLAIM_READ: &str = concat!(
+    "
+SELECT p.source, p.event_id, p.payload_hash, p.outcome,
+       (SELECT x.state FROM onlyonce_inbox x
+         WHERE x.event_key = ?1 AND x.state IN ",
+    unfinished!(),
+    "
+           AND (x.payload_hash = ?2 OR x.copy_payload_hash = ?2)
+           AND (x.id IS NOT ?3 OR x.lease_token IS NOT ?4))
+  FROM (SELECT 1) LEFT JOIN onlyonce_processed_events p ON p.event_key = ?1"
+);
+
+pub(super) const CLAIM_ONCE: &str = "
+INSERT INTO onlyonce_processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+VALUES (?1, 'once', ?2, ?3, ?4, x'', 'processed')
+    ON CONFLICT (event_key) DO NOTHING";
+
+/// `?1` keys, `?2` the claims' mark. In a transaction that is not the claims' own there is no such
+/// row, so it changes nothing and says so.
+pub(super) const GUARD: &str = concat!(
+    "UPDATE onlyonce_processed_events SET open_mark = NULL WHERE event_key IN ",
+    keys!(),
+    " AND open_mark = ?2"
+);
+
+/// `?1` keys, `?2` the final state of rows that were dead once. Only after the guard has passed.
+pub(super) const FINISH: &str = concat!(
+    "
+DELETE FROM onlyonce_inbox
+ WHERE event_key IN ",
+    keys!(),
+    " AND state IN ",
+    unfinished!(),
+    " AND dead_at IS NULL;
+UPDATE onlyonce_inbox SET state = ?2, lease_token = NULL, leased_until = NULL
+ WHERE event_key IN ",
+    keys!(),
+    " AND state IN ",
+    unfinished!(),
+    " AND dead_at IS NOT NULL"
+);
+
+pub(super) const PARK_CLAIM: &str = "
+INSERT INTO onlyonce_processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+VALUES (?1, 'event', ?2, ?3, ?4, ?5, 'processed')
+    ON CONFLICT (event_key) DO NOTHING";
+
+pub(super) const PARK_UNCLAIM: &str = "DELETE FROM onlyonce_processed_events WHERE event_key = ?1";
+
+pub(super) const PARK_FIND: &str = concat!(
+    "SELECT id, state, payload_hash, failures FROM onlyonce_inbox WHERE event_key = ?1 AND state IN ",
+    unfinished!()
+);
+
+pub(super) const PARK_INSERT: &str = concat!(
+    "
+INSERT INTO onlyonce_inbox (event_key, consumer, source, event_id, event_type, ordering_key, payload,
+       payload_hash, headers, event_time_ms, origin, state, reason, run_at, attempts, failures, dead_at)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ",
+    now!(),
+    " + ?14, ?15, ?16, CASE WHEN ?12 = 'dead' THEN ",
+    now!(),
+    " END)"
+);
+
+/// `?1` the row, `?2` attempts to add, `?3` all failures.
+pub(super) const PARK_COUNT: &str =
+    "UPDATE onlyonce_inbox SET attempts = attempts + ?2, failures = ?3 WHERE id = ?1";
+
+/// `?1` the row, `?2` to `?4` the copy.
+pub(super) const PARK_COPY: &str =
+    "UPDATE onlyonce_inbox SET copy_payload = ?2, copy_payload_hash = ?3, copy_headers = ?4 WHERE id = ?1";
+
+/// `?1` the row, `?2` state, `?3` reason, `?4` delay.
+pub(super) const PARK_MOVE: &str = concat!(
+    "
+UPDATE onlyonce_inbox
+   SET state = ?2, reason = ?3, run_at = ",
+    now!(),
+    " + ?4, dead_at = CASE WHEN ?2 = 'dead' THEN ",
+    now!(),
+    " ELSE dead_at END
+ WHERE id = ?1"
+);
+
+pub(super) const ENQUEUE: &str = concat!(
+    "
+INSERT INTO onlyonce_inbox (event_key, consumer, source, event_id, event_type, ordering_key, payload,
+       payload_hash, headers, event_time_ms, origin, state, run_at)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 'ready', ",
+    now!(),
+    " + ?12)
+    ON CONFLICT (event_key) WHERE state IN ",
+    unfinished!(),
+    " DO NOTHING"
+);
+
+/// Rows whose lease ran out are due as well: whoever had them died or lost the database. (`+ 0`, because
+/// SQLite searches an index on an expression only for a value that has no type of its own.)
+pub(super) const DUE: &str = concat!(
+    "
+SELECT id, attempts, source, event_id, event_type, ordering_key, payload, headers, event_time_ms, origin,
+       leased_until IS NOT NULL AS ran_out
+  FROM onlyonce_inbox
+ WHERE consumer = ?1 AND state IN ('ready', 'running') AND COALESCE(leased_until, run_at) <= ",
+    now!(),
+    " + 0
+ ORDER BY COALESCE(leased_until, run_at)
+ LIMIT ?2"
+);
+
+pub(super) const LEASE: &str = concat!(
+    "UPDATE onlyonce_inbox SET state = 'running', lease_token = ?2, leased_until = ",
+    now!(),
+    " + ?3 WHERE id = ?1"
+);
+
+pub(super) const RENEW: &str = concat!(
+    "UPDATE onlyonce_inbox SET leased_until = ",
+    now!(),
+    " + ?2 WHERE ",
+    leased!(),
+    " RETURNING id"
+);
+
+pub(super) const RELEASE: &str = concat!(
+    "UPDATE onlyonce_inbox SET state = 'ready', lease_token = NULL, leased_until = NULL, run_at = ",
+    now!(),
+    " + ?2 WHERE ",
+    leased!()
+);
+
+/// Fenced: no row if the lease is another's by now.
+pub(super) const FAIL_FIND: &str =
+    "SELECT failures FROM onlyonce_inbox WHERE id = ?1 AND lease_token = ?2 AND state = 'running'";
+
+/// `?1` the row, `?2` state, `?3` reason, `?4` delay, `?5` attempts to add, `?6` all failures.
+pub(super) const FAIL: &str = concat!(
+    "
+UPDATE onlyonce_inbox
+   SET state = ?2, reason = ?3, run_at = ",
+    now!(),
+    " + ?4, attempts = attempts + ?5, failures = ?6, lease_token = NULL, leased_until = NULL,
+       dead_at = CASE WHEN ?2 = 'dead' THEN ",
+    now!(),
+    " ELSE dead_at END
+ WHERE id = ?1"
+);
+
+pub(super) const CLOSE_DELETE: &str = "
+DELETE FROM onlyonce_inbox WHERE id = ?1 AND lease_token = ?2 AND state = 'running' AND dead_at IS NULL";
+
+pub(super) const CLOSE_FINISH: &str = "
+UPDATE onlyonce_inbox SET state = 'replayed', lease_token = NULL, leased_until = NULL
+ WHERE id = ?1 AND lease_token = ?2 AND state = 'running' AND dead_at IS NOT NULL";
+
+pub(super) const BACKLOG: &str = concat!(
+    "
+SELECT count(*) FILTER (WHERE COALESCE(leased_until, run_at) <= t OR state = 'running'),
+       count(*) FILTER (WHERE state = 'ready' AND run_at > t),
+       (SELECT count(*) FROM onlyonce_inbox WHERE consumer = ?1 AND state = 'dead'),
+       COALESCE(t - min(run_at) FILTER (WHERE run_at <= t), 0)
+  FROM onlyonce_inbox, (SELECT ",
+    now!(),
+    " AS t)
+ WHERE consumer = ?1 AND state IN ('ready', 'running')"
+);
+
+/// `?1` consumer, `?2` window, `?3` limit, `?4` where the last batch ended.
+pub(super) const PURGE: &str = concat!(
+    "
+DELETE FROM onlyonce_processed_events
+ WHERE event_key IN (
+       SELECT event_key FROM onlyonce_processed_events
+        WHERE consumer = ?1 AND kind = 'event' AND processed_at < ",
+    now!(),
+    " - ?2 AND processed_at >= ?4
+        ORDER BY processed_at
+        LIMIT ?3)
+RETURNING processed_at"
+);
+
+pub(super) const PURGE_LAG: &str = concat!(
+    "SELECT COALESCE(max(",
+    now!(),
+    " - min(processed_at) - ?2, 0), 0) FROM onlyonce_processed_events WHERE consumer = ?1 AND kind = 'event'"
+);
+
+/// Rewrites what is there: a read-only file refuses it, and so does a full disk.
+pub(super) const PROBE: &str = "UPDATE onlyonce_schema_version SET max_supported = max_supported";
