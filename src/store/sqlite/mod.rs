@@ -17,6 +17,8 @@ mod operations;
 mod options;
 mod session;
 mod sql;
+#[cfg(test)]
+mod tests;
 mod transaction;
 
 use std::fmt;
