@@ -123,7 +123,12 @@ pub struct Delivery {
 impl Delivery {
     /// A first delivery of `event`.
     pub fn new(receipt: Receipt, event: RawEvent) -> Self {
-        Self { receipt, event, redelivery: Redelivery::No, held: None }
+        Self {
+            receipt,
+            event,
+            redelivery: Redelivery::No,
+            held: None,
+        }
     }
 
     /// The same delivery, with what the broker says about earlier ones.
@@ -134,12 +139,18 @@ impl Delivery {
 
     /// It is done: its effects are committed, or it is held in `inbox`.
     pub fn ack(self) -> Settlement {
-        Settlement { receipt: self.receipt, verdict: Settle::Ack }
+        Settlement {
+            receipt: self.receipt,
+            verdict: Settle::Ack,
+        }
     }
 
     /// It is given back to the source, to come again at once or after a while. Not a failed attempt.
     pub fn release(self, after: Option<Duration>) -> Settlement {
-        Settlement { receipt: self.receipt, verdict: Settle::Release { after } }
+        Settlement {
+            receipt: self.receipt,
+            verdict: Settle::Release { after },
+        }
     }
 }
 
@@ -228,12 +239,20 @@ pub struct SourceHealth {
 impl SourceHealth {
     /// Connected and subscribed.
     pub fn up() -> Self {
-        Self { connected: true, problem: None, backlog: None }
+        Self {
+            connected: true,
+            problem: None,
+            backlog: None,
+        }
     }
 
     /// Not receiving, for this reason.
     pub fn down(problem: impl Into<String>) -> Self {
-        Self { connected: false, problem: Some(problem.into()), backlog: None }
+        Self {
+            connected: false,
+            problem: Some(problem.into()),
+            backlog: None,
+        }
     }
 }
 
@@ -247,13 +266,19 @@ pub struct SourceError {
 impl SourceError {
     /// The source broke; it is rebuilt after a while, for as long as it takes.
     pub fn broken(message: impl fmt::Display) -> Self {
-        Self { message: message.to_string(), fatal: false }
+        Self {
+            message: message.to_string(),
+            fatal: false,
+        }
     }
 
     /// The source cannot work until a person changes something. At start-up this ends the consumer;
     /// later (a queue was deleted, a permission revoked) it is tried again at the slowest pace.
     pub fn fatal(message: impl fmt::Display) -> Self {
-        Self { message: message.to_string(), fatal: true }
+        Self {
+            message: message.to_string(),
+            fatal: true,
+        }
     }
 
     /// Whether a person has to change something.

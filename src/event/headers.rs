@@ -25,17 +25,26 @@ impl Headers {
 
     /// The value of the last header of this name; names are compared byte for byte.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
-        self.0.iter().rev().find(|(n, _)| n == name).and_then(|(_, value)| value.as_deref())
+        self.0
+            .iter()
+            .rev()
+            .find(|(n, _)| n == name)
+            .and_then(|(_, value)| value.as_deref())
     }
 
     /// Every header of this name, in order. A null value is `None`.
     pub fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = Option<&'a [u8]>> + 'a {
-        self.0.iter().filter(move |(n, _)| n == name).map(|(_, value)| value.as_deref())
+        self.0
+            .iter()
+            .filter(move |(n, _)| n == name)
+            .map(|(_, value)| value.as_deref())
     }
 
     /// All headers, in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Option<&[u8]>)> {
-        self.0.iter().map(|(name, value)| (name.as_str(), value.as_deref()))
+        self.0
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_deref()))
     }
 
     /// How many headers there are.
@@ -49,7 +58,10 @@ impl Headers {
     }
 
     pub(crate) fn size(&self) -> usize {
-        self.0.iter().map(|(name, value)| name.len() + value.as_ref().map_or(0, Bytes::len)).sum()
+        self.0
+            .iter()
+            .map(|(name, value)| name.len() + value.as_ref().map_or(0, Bytes::len))
+            .sum()
     }
 
     /// The stored form: one version byte, then per header the name and the value, each behind its
@@ -99,7 +111,12 @@ fn take(rest: &mut Bytes) -> Option<Bytes> {
 
 impl<N: Into<String>, V: Into<Bytes>> FromIterator<(N, V)> for Headers {
     fn from_iter<I: IntoIterator<Item = (N, V)>>(headers: I) -> Self {
-        Self(headers.into_iter().map(|(name, value)| (name.into(), Some(value.into()))).collect())
+        Self(
+            headers
+                .into_iter()
+                .map(|(name, value)| (name.into(), Some(value.into())))
+                .collect(),
+        )
     }
 }
 

@@ -57,7 +57,9 @@ fn check(what: &str, text: &str) -> Result<(), IdentityError> {
     }
     // `String(undefined)` in a producer: one shared key for every event that lacks an id.
     if matches!(text, "null" | "undefined" | "None" | "nil") {
-        return Err(IdentityError::missing(format!("the {what} is the text {text:?}, not an id")));
+        return Err(IdentityError::missing(format!(
+            "the {what} is the text {text:?}, not an id"
+        )));
     }
     if text.len() > MAX_BYTES {
         return Err(IdentityError::invalid(format!(
@@ -66,7 +68,9 @@ fn check(what: &str, text: &str) -> Result<(), IdentityError> {
         )));
     }
     if text.chars().any(char::is_control) {
-        return Err(IdentityError::invalid(format!("the {what} holds control characters")));
+        return Err(IdentityError::invalid(format!(
+            "the {what} holds control characters"
+        )));
     }
     Ok(())
 }
@@ -81,12 +85,18 @@ pub struct IdentityError {
 impl IdentityError {
     /// There is none, or it is blank.
     pub fn missing(message: impl Into<String>) -> Self {
-        Self { reason: Reason::MissingEventId, message: message.into() }
+        Self {
+            reason: Reason::MissingEventId,
+            message: message.into(),
+        }
     }
 
     /// There is one, but it cannot be used.
     pub fn invalid(message: impl Into<String>) -> Self {
-        Self { reason: Reason::InvalidEventId, message: message.into() }
+        Self {
+            reason: Reason::InvalidEventId,
+            message: message.into(),
+        }
     }
 
     /// The dead letter's reason: `missing_event_id` or `invalid_event_id`.
@@ -130,7 +140,12 @@ pub struct IdentityRules {
 impl IdentityRules {
     /// The levels that need no configuration: our headers, CloudEvents, the message property.
     pub fn auto() -> Self {
-        Self { rule: None, auto: true, own_headers: true, content_hash: false }
+        Self {
+            rule: None,
+            auto: true,
+            own_headers: true,
+            content_hash: false,
+        }
     }
 
     /// The id is the value of this header (the last one, if the name repeats); `source` says whose ids these are.
@@ -172,7 +187,12 @@ impl IdentityRules {
     pub fn with(
         rule: impl Fn(&RawEvent) -> Result<Option<Identity>, IdentityError> + Send + Sync + 'static,
     ) -> Self {
-        Self { rule: Some(Arc::new(rule)), auto: false, own_headers: true, content_hash: false }
+        Self {
+            rule: Some(Arc::new(rule)),
+            auto: false,
+            own_headers: true,
+            content_hash: false,
+        }
     }
 
     /// Where the rule finds nothing, go on with the automatic levels.
@@ -266,7 +286,9 @@ fn text(what: &str, value: &[u8]) -> Result<String, IdentityError> {
 }
 
 fn own_headers(event: &RawEvent) -> Result<Option<Identity>, IdentityError> {
-    let Some(id) = event.headers.all(OUR_ID).last() else { return Ok(None) };
+    let Some(id) = event.headers.all(OUR_ID).last() else {
+        return Ok(None);
+    };
     let id = id.ok_or_else(|| IdentityError::missing(format!("the header {OUR_ID} is null")))?;
     let source = match event.headers.all(OUR_SOURCE).last().flatten() {
         Some(source) => text("event source", source)?,
@@ -283,16 +305,17 @@ fn cloud_events_structured(event: &RawEvent) -> Result<Option<Identity>, Identit
     if !structured {
         return Ok(None);
     }
-    let body: Value =
-        serde_json::from_slice(event.payload.as_deref().unwrap_or_default()).map_err(|e| {
-            IdentityError::missing(format!("a structured CloudEvent whose body is not JSON: {e}"))
-        })?;
+    let body: Value = serde_json::from_slice(event.payload.as_deref().unwrap_or_default()).map_err(|e| {
+        IdentityError::missing(format!("a structured CloudEvent whose body is not JSON: {e}"))
+    })?;
     let attribute = |name: &str| match body.get(name) {
         Some(Value::String(value)) => Ok(value.clone()),
-        None | Some(Value::Null) => {
-            Err(IdentityError::missing(format!("the structured CloudEvent has no {name}")))
-        }
-        Some(_) => Err(IdentityError::invalid(format!("the CloudEvent's {name} is not a text"))),
+        None | Some(Value::Null) => Err(IdentityError::missing(format!(
+            "the structured CloudEvent has no {name}"
+        ))),
+        Some(_) => Err(IdentityError::invalid(format!(
+            "the CloudEvent's {name} is not a text"
+        ))),
     };
     Identity::strong(attribute("source")?, attribute("id")?).map(Some)
 }
@@ -314,30 +337,41 @@ fn one_attribute(headers: &Headers, name: &str) -> Result<Option<String>, Identi
     let mut values = headers.all(name);
     let first = values.next();
     if values.next().is_some() {
-        return Err(IdentityError::invalid(format!("the CloudEvents header {name} is there more than once")));
+        return Err(IdentityError::invalid(format!(
+            "the CloudEvents header {name} is there more than once"
+        )));
     }
     match first {
         None => Ok(None),
-        Some(None) => Err(IdentityError::missing(format!("the CloudEvents header {name} is null"))),
+        Some(None) => Err(IdentityError::missing(format!(
+            "the CloudEvents header {name} is null"
+        ))),
         Some(Some(value)) => text(name, value).map(Some),
     }
 }
 
 fn content_hash(event: &RawEvent) -> Result<Identity, IdentityError> {
-    let body = event.payload.as_deref().ok_or_else(|| {
-        IdentityError::missing("a null payload cannot be identified by its content")
-    })?;
+    let body = event
+        .payload
+        .as_deref()
+        .ok_or_else(|| IdentityError::missing("a null payload cannot be identified by its content"))?;
     let id = sha256_hex(body);
-    Identity::checked(event.origin.destination.clone(), format!("sha256:{id}"), Strength::Weak)
+    Identity::checked(
+        event.origin.destination.clone(),
+        format!("sha256:{id}"),
+        Strength::Weak,
+    )
 }
 
 fn sha256_hex(body: &[u8]) -> String {
     use sha2::{Digest, Sha256};
     use std::fmt::Write as _;
-    Sha256::digest(body).iter().fold(String::with_capacity(64), |mut out, byte| {
-        let _ = write!(out, "{byte:02x}");
-        out
-    })
+    Sha256::digest(body)
+        .iter()
+        .fold(String::with_capacity(64), |mut out, byte| {
+            let _ = write!(out, "{byte:02x}");
+            out
+        })
 }
 
 #[cfg(test)]
@@ -348,22 +382,34 @@ mod tests {
 
     fn event(headers: &[(&str, &[u8])], body: &str) -> RawEvent {
         RawEvent {
-            headers: headers.iter().map(|(n, v)| (*n, Bytes::copy_from_slice(v))).collect(),
+            headers: headers
+                .iter()
+                .map(|(n, v)| (*n, Bytes::copy_from_slice(v)))
+                .collect(),
             payload: Some(Bytes::copy_from_slice(body.as_bytes())),
-            origin: crate::event::Origin { destination: "queue".into(), ..Default::default() },
+            origin: crate::event::Origin {
+                destination: "queue".into(),
+                ..Default::default()
+            },
             ..Default::default()
         }
     }
 
     fn property(id: &[u8]) -> RawEvent {
         RawEvent {
-            property: Some(PropertyId { source: "orders".into(), id: Bytes::copy_from_slice(id) }),
+            property: Some(PropertyId {
+                source: "orders".into(),
+                id: Bytes::copy_from_slice(id),
+            }),
             ..event(&[], "{}")
         }
     }
 
     fn auto(event: &RawEvent) -> Result<(String, String), Reason> {
-        IdentityRules::auto().identify(event).map(|i| (i.source, i.id)).map_err(|e| e.reason())
+        IdentityRules::auto()
+            .identify(event)
+            .map(|i| (i.source, i.id))
+            .map_err(|e| e.reason())
     }
 
     fn found(source: &str, id: &str) -> Result<(String, String), Reason> {
@@ -373,7 +419,10 @@ mod tests {
     #[test]
     fn levels_win_in_their_order() {
         let all = RawEvent {
-            property: Some(PropertyId { source: "exchange".into(), id: "p".into() }),
+            property: Some(PropertyId {
+                source: "exchange".into(),
+                id: "p".into(),
+            }),
             ..event(
                 &[
                     ("onlyonce-event-id", b"o"),
@@ -399,10 +448,19 @@ mod tests {
             let full = event(&[(&names[0], b"1"), (&names[1], b"a|b"), (&names[2], b"1.0")], "");
             assert_eq!(auto(&full), found("a|b", "1"));
             let half = event(&[(&names[0], b"1"), (&names[2], b"1.0")], "");
-            assert_eq!(auto(&half), Err(Reason::MissingEventId), "an id without its source is none");
+            assert_eq!(
+                auto(&half),
+                Err(Reason::MissingEventId),
+                "an id without its source is none"
+            );
         }
         let twice = event(
-            &[("ce-id", b"1"), ("ce-id", b"2"), ("ce-source", b"s"), ("ce-specversion", b"1.0")],
+            &[
+                ("ce-id", b"1"),
+                ("ce-id", b"2"),
+                ("ce-source", b"s"),
+                ("ce-specversion", b"1.0"),
+            ],
             "",
         );
         assert_eq!(auto(&twice), Err(Reason::InvalidEventId));
@@ -438,12 +496,24 @@ mod tests {
     #[test]
     fn json_pointer_takes_texts_and_whole_numbers_only() {
         let rules = IdentityRules::json_pointer("/data/id", "api");
-        let at = |json: &str| rules.identify(&event(&[], json)).map(|i| i.id).map_err(|e| e.reason());
+        let at = |json: &str| {
+            rules
+                .identify(&event(&[], json))
+                .map(|i| i.id)
+                .map_err(|e| e.reason())
+        };
         assert_eq!(at(r#"{"data":{"id":0}}"#), Ok("0".into()));
         assert_eq!(at(r#"{"data":{"id":"x"}}"#), Ok("x".into()));
-        assert_eq!(at(r#"{"data":{"id":18446744073709551615}}"#), Ok("18446744073709551615".into()));
-        for bad in [r#"{"data":{"id":{}}}"#, r#"{"data":{"id":[1]}}"#, r#"{"data":{"id":1.5}}"#, r#"{"data":{"id":true}}"#]
-        {
+        assert_eq!(
+            at(r#"{"data":{"id":18446744073709551615}}"#),
+            Ok("18446744073709551615".into())
+        );
+        for bad in [
+            r#"{"data":{"id":{}}}"#,
+            r#"{"data":{"id":[1]}}"#,
+            r#"{"data":{"id":1.5}}"#,
+            r#"{"data":{"id":true}}"#,
+        ] {
             assert_eq!(at(bad), Err(Reason::InvalidEventId), "{bad}");
         }
         for none in [r#"{"data":{"id":null}}"#, r#"{"data":{}}"#, "not json", ""] {
@@ -455,9 +525,23 @@ mod tests {
     fn a_rule_stands_alone_unless_told_otherwise() {
         let mut e = property(b"evt");
         assert!(IdentityRules::header("x-id", "api").identify(&e).is_err());
-        assert_eq!(IdentityRules::header("x-id", "api").or_auto().identify(&e).unwrap().id, "evt");
+        assert_eq!(
+            IdentityRules::header("x-id", "api")
+                .or_auto()
+                .identify(&e)
+                .unwrap()
+                .id,
+            "evt"
+        );
         e.headers.push("x-id", &b"7"[..]);
-        assert_eq!(IdentityRules::header("x-id", "api").or_auto().identify(&e).unwrap().id, "7");
+        assert_eq!(
+            IdentityRules::header("x-id", "api")
+                .or_auto()
+                .identify(&e)
+                .unwrap()
+                .id,
+            "7"
+        );
     }
 
     #[test]
@@ -467,6 +551,11 @@ mod tests {
         let identity = IdentityRules::auto().or_content_hash().identify(&e).unwrap();
         assert_eq!(identity.strength, Strength::Weak);
         let tombstone = RawEvent { payload: None, ..e };
-        assert!(IdentityRules::auto().or_content_hash().identify(&tombstone).is_err());
+        assert!(
+            IdentityRules::auto()
+                .or_content_hash()
+                .identify(&tombstone)
+                .is_err()
+        );
     }
 }

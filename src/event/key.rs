@@ -53,19 +53,10 @@ impl PayloadHash {
         }
     }
 
-    pub(crate) fn from_bytes(stored: &[u8]) -> Option<Self> {
-        stored.try_into().ok().map(Self)
-    }
-
     /// The 16 bytes that the tables hold.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
-}
-
-/// The 16 bytes that an ordering key is indexed by; an index never holds a message's own text.
-pub(crate) fn key_hash(key: &[u8]) -> [u8; 16] {
-    first_16(Sha256::digest(key).as_slice())
 }
 
 fn first_16(digest: &[u8]) -> [u8; 16] {
@@ -82,8 +73,14 @@ mod tests {
     fn parts_cannot_run_together() {
         let joined = EventKey::of_event("c", "a|b", "1");
         assert_ne!(joined, EventKey::of_event("c", "a", "b|1"));
-        assert_ne!(EventKey::of_event("c", "s", "i"), EventKey::of_once("c", "s", "i"));
-        assert_ne!(EventKey::of_event("c", "s", "i"), EventKey::of_event("d", "s", "i"));
+        assert_ne!(
+            EventKey::of_event("c", "s", "i"),
+            EventKey::of_once("c", "s", "i")
+        );
+        assert_ne!(
+            EventKey::of_event("c", "s", "i"),
+            EventKey::of_event("d", "s", "i")
+        );
     }
 
     #[test]

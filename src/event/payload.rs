@@ -51,7 +51,9 @@ impl<T: DeserializeOwned + Send + 'static> FromEvent for Json<T> {
 impl FromEvent for Bytes {
     fn from_event(raw: &RawEvent) -> Result<Self, DecodeError> {
         raw.payload.clone().ok_or_else(|| {
-            DecodeError::new("the payload is null (a handler that takes tombstones has an Option as its payload)")
+            DecodeError::new(
+                "the payload is null (a handler that takes tombstones has an Option as its payload)",
+            )
         })
     }
 }

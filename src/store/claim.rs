@@ -129,9 +129,10 @@ pub(crate) fn in_request_order(
         .map(|request| {
             let answer = answers[&request.key];
             match first_of.get(&request.key) {
-                Some(first) if answer == ClaimAnswer::New => {
-                    ClaimAnswer::Duplicate { same_payload: first.payload_hash == request.payload_hash, outcome }
-                }
+                Some(first) if answer == ClaimAnswer::New => ClaimAnswer::Duplicate {
+                    same_payload: first.payload_hash == request.payload_hash,
+                    outcome,
+                },
                 _ => {
                     first_of.insert(request.key, request);
                     answer
@@ -166,11 +167,23 @@ mod tests {
         };
         let answer = |processed, held| Found { processed, held }.answer(&request);
 
-        let duplicate = |same_payload| ClaimAnswer::Duplicate { same_payload, outcome: Outcome::Processed };
-        assert_eq!(answer(row("1", b"x"), Some(HeldState::Dead)), Some(duplicate(true)));
+        let duplicate = |same_payload| ClaimAnswer::Duplicate {
+            same_payload,
+            outcome: Outcome::Processed,
+        };
+        assert_eq!(
+            answer(row("1", b"x"), Some(HeldState::Dead)),
+            Some(duplicate(true))
+        );
         assert_eq!(answer(row("1", b"y"), None), Some(duplicate(false)));
-        assert_eq!(answer(row("2", b"x"), Some(HeldState::Dead)), Some(ClaimAnswer::Collision));
-        assert_eq!(answer(None, Some(HeldState::Ready)), Some(ClaimAnswer::Held(HeldState::Ready)));
+        assert_eq!(
+            answer(row("2", b"x"), Some(HeldState::Dead)),
+            Some(ClaimAnswer::Collision)
+        );
+        assert_eq!(
+            answer(None, Some(HeldState::Ready)),
+            Some(ClaimAnswer::Held(HeldState::Ready))
+        );
         assert_eq!(answer(None, None), None);
     }
 }

@@ -27,11 +27,19 @@ pub enum StoreErrorKind {
 
 impl StoreError {
     pub(crate) fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), source: None }
+        Self {
+            kind,
+            message: message.into(),
+            source: None,
+        }
     }
 
     pub(crate) fn from_sqlx(kind: StoreErrorKind, doing: &str, source: sqlx::Error) -> Self {
-        Self { kind, message: doing.to_owned(), source: Some(source) }
+        Self {
+            kind,
+            message: doing.to_owned(),
+            source: Some(source),
+        }
     }
 
     /// What it means for the event.

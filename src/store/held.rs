@@ -99,7 +99,11 @@ impl Attempt {
         let at_ms = std::time::SystemTime::now()
             .duration_since(std::time::UNIX_EPOCH)
             .map_or(0, |age| age.as_millis() as i64);
-        Self { at_ms, kind: kind.to_owned(), error: storable(error, ERROR_BYTES) }
+        Self {
+            at_ms,
+            kind: kind.to_owned(),
+            error: storable(error, ERROR_BYTES),
+        }
     }
 }
 
@@ -119,7 +123,11 @@ impl Parked<'_> {
     }
 
     pub(crate) fn origin_text(&self) -> String {
-        let Origin { system, destination, detail } = &self.event.origin;
+        let Origin {
+            system,
+            destination,
+            detail,
+        } = &self.event.origin;
         storable(&format!("{system} {destination} {detail}"), 4096)
     }
 }

@@ -19,9 +19,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::Database;
 
-pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
+pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
 pub use connection::{Connection, Tx};
 pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
@@ -44,6 +44,9 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// How many connections the pool may open; lanes and reserve have to fit.
     fn max_connections(&self) -> u32;
+
+    /// Equal for clones of one store, which share its connections.
+    fn pool_id(&self) -> usize;
 
     /// The most lanes that can work at once: `Some(1)` where the database has one writer.
     fn max_useful_lanes(&self) -> Option<usize>;

@@ -17,9 +17,16 @@ pub(super) fn classify(doing: &str, error: sqlx::Error) -> StoreError {
 pub(super) fn classify_claim(error: sqlx::Error) -> StoreError {
     let busy = matches!(code(&error).as_deref(), Some("55P03" | "57014"));
     let error = classify("claiming", error);
-    if busy { error.with_kind(StoreErrorKind::Busy) } else { error }
+    if busy {
+        error.with_kind(StoreErrorKind::Busy)
+    } else {
+        error
+    }
 }
 
 pub(super) fn code(error: &sqlx::Error) -> Option<String> {
-    error.as_database_error().and_then(|e| e.code()).map(|code| code.into_owned())
+    error
+        .as_database_error()
+        .and_then(|e| e.code())
+        .map(|code| code.into_owned())
 }

@@ -27,7 +27,15 @@ impl Inbox for PostgresStore {
             // The row must be storable whatever the message holds: keep the body, reduce the rest.
             Err(e) if e.kind() == StoreErrorKind::Data => {
                 let small = reduced(parked.event);
-                self.park_once(conn, limits, &Parked { event: &small, ..parked.clone() }).await
+                self.park_once(
+                    conn,
+                    limits,
+                    &Parked {
+                        event: &small,
+                        ..parked.clone()
+                    },
+                )
+                .await
             }
             result => result,
         }
@@ -143,7 +151,9 @@ impl PostgresStore {
                 return Ok(Parking::Duplicate);
             }
         }
-        self.park_insert(&mut tx, parked).await.map_err(|e| classify("holding an event", e))?;
+        self.park_insert(&mut tx, parked)
+            .await
+            .map_err(|e| classify("holding an event", e))?;
         if let Some(key) = claimed {
             sqlx::query(self.sql.park_unclaim.clone())
                 .bind(key.as_uuid())
@@ -151,7 +161,10 @@ impl PostgresStore {
                 .await
                 .map_err(|e| classify("giving a claim back", e))?;
         }
-        tx.tx.commit().await.map_err(|e| classify("committing a held event", e))?;
+        tx.tx
+            .commit()
+            .await
+            .map_err(|e| classify("committing a held event", e))?;
         Ok(Parking::Held)
     }
 
@@ -199,7 +212,11 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn enqueue_with<'e>(&self, executor: impl PgExecutor<'e>, parked: &Parked<'_>) -> Result<bool, StoreError> {
+    async fn enqueue_with<'e>(
+        &self,
+        executor: impl PgExecutor<'e>,
+        parked: &Parked<'_>,
+    ) -> Result<bool, StoreError> {
         let event = parked.event;
         let (_, _, after) = becomes(parked.becomes);
         let done = sqlx::query(self.sql.enqueue.clone())
@@ -235,21 +252,35 @@ fn columns(leases: &[Lease]) -> (Vec<i64>, Vec<Uuid>) {
 }
 
 fn held_event(row: &PgRow, token: Uuid) -> Result<HeldEvent, sqlx::Error> {
-    let bytes = |column: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<Vec<u8>>, _>(column)?.map(Bytes::from));
+    let bytes =
+        |column: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<Vec<u8>>, _>(column)?.map(Bytes::from));
     let stored: &[u8] = row.try_get("headers")?;
-    let identity = Identity::strong(row.try_get::<String, _>("source")?, row.try_get::<String, _>("event_id")?)
-        .map_err(|e| sqlx::Error::Decode(Box::new(e)))?;
+    let identity = Identity::strong(
+        row.try_get::<String, _>("source")?,
+        row.try_get::<String, _>("event_id")?,
+    )
+    .map_err(|e| sqlx::Error::Decode(Box::new(e)))?;
     Ok(HeldEvent {
-        lease: Lease { id: row.try_get("id")?, token, attempts: row.try_get::<i32, _>("attempts")? as u32, identity },
+        lease: Lease {
+            id: row.try_get("id")?,
+            token,
+            attempts: row.try_get::<i32, _>("attempts")? as u32,
+            identity,
+        },
         event: RawEvent {
             event_type: bytes("event_type")?,
             key: bytes("ordering_key")?,
             payload: bytes("payload")?,
-            headers: Headers::decode(stored)
-                .ok_or_else(|| sqlx::Error::Decode("inbox.headers is not in a form that this version knows".into()))?,
+            headers: Headers::decode(stored).ok_or_else(|| {
+                sqlx::Error::Decode("inbox.headers is not in a form that this version knows".into())
+            })?,
             time_ms: row.try_get("event_time_ms")?,
             property: None,
-            origin: Origin { system: "onlyonce", destination: "inbox".into(), detail: row.try_get("origin")? },
+            origin: Origin {
+                system: "onlyonce",
+                destination: "inbox".into(),
+                detail: row.try_get("origin")?,
+            },
         },
         released_by_timeout: row.try_get("ran_out")?,
     })

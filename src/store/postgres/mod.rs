@@ -71,6 +71,8 @@ impl PostgresStore {
 impl fmt::Debug for PostgresStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Connect options hold the password: name what identifies the store and nothing more.
-        f.debug_struct("PostgresStore").field("schema", &self.schema).finish_non_exhaustive()
+        f.debug_struct("PostgresStore")
+            .field("schema", &self.schema)
+            .finish_non_exhaustive()
     }
 }

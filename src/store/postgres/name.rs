@@ -62,8 +62,18 @@ mod tests {
 
     #[test]
     fn a_name_is_refused_or_quoted_and_never_more_than_a_name() {
-        for bad in ["", "x\"; drop table t;--", "a.b", "Tenant-1", &"x".repeat(64), "é", "nul\0", "`x`", "1a", "pg_x"]
-        {
+        for bad in [
+            "",
+            "x\"; drop table t;--",
+            "a.b",
+            "Tenant-1",
+            &"x".repeat(64),
+            "é",
+            "nul\0",
+            "`x`",
+            "1a",
+            "pg_x",
+        ] {
             assert!(bad.parse::<SchemaName>().is_err(), "{bad:?}");
         }
         for good in ["onlyonce", "Tenant_1", "select", &"x".repeat(63)] {

@@ -63,7 +63,11 @@ const COLUMNS: &[(&str, &[(&str, &str)])] = &[
 /// Without these two, an event could be processed twice or held twice: their absence is fatal.
 const UNIQUE: &[(&str, &str, Option<&str>)] = &[
     ("processed_events", "event_key", None),
-    ("inbox", "event_key", Some("state = ANY (ARRAY['ready'::text, 'running'::text, 'dead'::text])")),
+    (
+        "inbox",
+        "event_key",
+        Some("state = ANY (ARRAY['ready'::text, 'running'::text, 'dead'::text])"),
+    ),
 ];
 
 #[async_trait]
@@ -72,11 +76,18 @@ impl Operations for PostgresStore {
         // One transaction with a transaction-scoped lock: a session lock would outlive a failed or
         // cancelled migration and hang every later one, this application's own included.
         let migrating = |e: sqlx::Error| {
-            let kind = if code(&e).is_some() { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
+            let kind = if code(&e).is_some() {
+                StoreErrorKind::Misconfigured
+            } else {
+                StoreErrorKind::Unavailable
+            };
             StoreError::from_sqlx(kind, "migrating", e)
         };
         let mut tx = self.reserve.begin().await.map_err(migrating)?;
-        sqlx::query("SET LOCAL lock_timeout = '60s'").execute(&mut *tx).await.map_err(migrating)?;
+        sqlx::query("SET LOCAL lock_timeout = '60s'")
+            .execute(&mut *tx)
+            .await
+            .map_err(migrating)?;
         sqlx::query("SELECT pg_advisory_xact_lock(hashtextextended('onlyonce.' || $1, 0))")
             .bind(self.schema.as_str())
             .execute(&mut *tx)
@@ -164,11 +175,16 @@ impl PostgresStore {
         .map_err(|e| classify("connecting", e))?;
         let read = |e| classify("connecting", e);
         if row.try_get::<bool, _>(0).map_err(read)? {
-            return Err(unavailable("the server is in recovery and takes no writes (connect to the primary)"));
+            return Err(unavailable(
+                "the server is in recovery and takes no writes (connect to the primary)",
+            ));
         }
         let version: i32 = row.try_get(3).map_err(read)?;
         if version < 130_000 {
-            return Err(misconfigured(format!("the server is PostgreSQL {} (13 or later is needed)", version / 10_000)));
+            return Err(misconfigured(format!(
+                "the server is PostgreSQL {} (13 or later is needed)",
+                version / 10_000
+            )));
         }
         let (commit, fsync): (&str, &str) = (row.try_get(1).map_err(read)?, row.try_get(2).map_err(read)?);
         if !limits.allow_async_commit && (commit == "off" || fsync == "off") {
@@ -182,7 +198,10 @@ impl PostgresStore {
     }
 
     async fn check_version(&self) -> Result<(), StoreError> {
-        let sql = format!("SELECT min_supported, max_supported FROM {}.schema_version", self.schema.quoted());
+        let sql = format!(
+            "SELECT min_supported, max_supported FROM {}.schema_version",
+            self.schema.quoted()
+        );
         let row = sqlx::query(AssertSqlSafe(sql)).fetch_optional(&self.reserve).await.map_err(|e| {
             match code(&e).as_deref() {
                 Some("42P01" | "3F000") => misconfigured(format!(
@@ -207,7 +226,11 @@ impl PostgresStore {
         Err(misconfigured(format!(
             "the tables in schema {} support layouts {min} to {max}, this version needs {LAYOUT} ({})",
             self.schema.as_str(),
-            if max < LAYOUT { "run migrate()" } else { "update this program" }
+            if max < LAYOUT {
+                "run migrate()"
+            } else {
+                "update this program"
+            }
         )))
     }
 
@@ -228,7 +251,10 @@ impl PostgresStore {
         let mut there: HashMap<(String, String), String> = HashMap::new();
         for row in rows {
             let read = |e| classify("checking the schema", e);
-            there.insert((row.try_get(0).map_err(read)?, row.try_get(1).map_err(read)?), row.try_get(2).map_err(read)?);
+            there.insert(
+                (row.try_get(0).map_err(read)?, row.try_get(1).map_err(read)?),
+                row.try_get(2).map_err(read)?,
+            );
         }
         for (table, columns) in COLUMNS {
             for (column, needed) in *columns {
@@ -272,7 +298,9 @@ impl PostgresStore {
                 t == table && c == column && p.as_deref().map(plain) == predicate.map(plain)
             };
             if !rows.iter().any(matches) {
-                let place = predicate.map_or(String::new(), |_| " WHERE state IN ('ready', 'running', 'dead')".into());
+                let place = predicate.map_or(String::new(), |_| {
+                    " WHERE state IN ('ready', 'running', 'dead')".into()
+                });
                 return Err(misconfigured(format!(
                     "table {table} has no unique index on {column}{place}, so events could be applied twice \
                      (CREATE UNIQUE INDEX ON {}.{table} ({column}){place})",

@@ -72,11 +72,18 @@ impl PostgresOptions {
         // The parser's own error may quote parts of the URL, and with them the password.
         let base = PgConnectOptions::from_str(&self.url)
             .map_err(|_| {
-                misconfigured("the database URL cannot be read (expected postgres://user:password@host:port/database)".into())
+                misconfigured(
+                    "the database URL cannot be read (expected postgres://user:password@host:port/database)"
+                        .into(),
+                )
             })?
             .application_name("onlyonce")
             .disable_statement_logging();
-        let lanes = if self.pooler { base.clone() } else { base.clone().options([("default_transaction_read_only", "on")]) };
+        let lanes = if self.pooler {
+            base.clone()
+        } else {
+            base.clone().options([("default_transaction_read_only", "on")])
+        };
         let pool = |max: u32, options: PgConnectOptions| {
             PgPoolOptions::new()
                 .max_connections(max)
@@ -99,6 +106,12 @@ impl PostgresOptions {
             .max_connections(RESERVE)
             .acquire_timeout(Duration::from_secs(10))
             .connect_lazy_with((*pool.connect_options()).clone());
-        PostgresStore { lanes: pool, reserve, sql: Arc::new(Sql::new(&schema)), schema, pooler: false }
+        PostgresStore {
+            lanes: pool,
+            reserve,
+            sql: Arc::new(Sql::new(&schema)),
+            schema,
+            pooler: false,
+        }
     }
 }

@@ -188,7 +188,9 @@ SELECT COALESCE(GREATEST(EXTRACT(EPOCH FROM now() - min(processed_at)) * 1000 - 
 impl Sql {
     pub(super) fn new(schema: &SchemaName) -> Self {
         let sql = |template: &str| {
-            let text = template.replace("{s}", &schema.quoted()).replace("{unfinished}", UNFINISHED);
+            let text = template
+                .replace("{s}", &schema.quoted())
+                .replace("{unfinished}", UNFINISHED);
             AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
         };
         Self {

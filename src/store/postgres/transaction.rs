@@ -12,8 +12,8 @@ use super::{PostgresStore, Sql};
 use crate::event::EventKey;
 use crate::store::claim::in_request_order;
 use crate::store::{
-    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState, Isolation,
-    Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
+    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
+    Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
@@ -34,18 +34,29 @@ impl Store for PostgresStore {
         self.lanes.options().get_max_connections() + RESERVE
     }
 
+    fn pool_id(&self) -> usize {
+        std::sync::Arc::as_ptr(&self.sql) as usize
+    }
+
     fn max_useful_lanes(&self) -> Option<usize> {
         None
     }
 
     async fn open(&self) -> Result<Connection<Postgres>, StoreError> {
-        let mut conn = self.lanes.acquire().await.map_err(|e| classify("taking a connection", e))?;
+        let mut conn = self
+            .lanes
+            .acquire()
+            .await
+            .map_err(|e| classify("taking a connection", e))?;
         let session = sqlx::query_scalar("SELECT pg_backend_pid()")
             .fetch_one(&mut *conn)
             .await
             .map_err(|e| classify("opening a session", e))?;
         // Behind a pooler, the next statement may run in another session than this one.
-        Ok(Connection { conn, session: (!self.pooler).then_some(session) })
+        Ok(Connection {
+            conn,
+            session: (!self.pooler).then_some(session),
+        })
     }
 
     async fn begin<'c>(
@@ -55,7 +66,11 @@ impl Store for PostgresStore {
     ) -> Result<Tx<'c, Postgres>, StoreError> {
         let version = conn.conn.server_version_num();
         let begin = AssertSqlSafe(begin_statement(limits, version));
-        let tx = conn.conn.begin_with(begin).await.map_err(|e| classify("beginning", e))?;
+        let tx = conn
+            .conn
+            .begin_with(begin)
+            .await
+            .map_err(|e| classify("beginning", e))?;
         Ok(Tx { tx, _writer: None })
     }
 
@@ -71,9 +86,15 @@ impl Store for PostgresStore {
         pending.dedup_by_key(|r| r.key);
 
         let mut answers: HashMap<EventKey, ClaimAnswer> = HashMap::with_capacity(pending.len());
-        let mut claims = Claims { keys: Vec::with_capacity(pending.len()), mark: None, outcome };
+        let mut claims = Claims {
+            keys: Vec::with_capacity(pending.len()),
+            mark: None,
+            outcome,
+        };
         for _ in 0..MOVED {
-            let inserted = insert(&self.sql, tx, &pending, outcome).await.map_err(classify_claim)?;
+            let inserted = insert(&self.sql, tx, &pending, outcome)
+                .await
+                .map_err(classify_claim)?;
             for (key, xid) in inserted {
                 answers.insert(key, ClaimAnswer::New);
                 claims.keys.push(key);
@@ -97,7 +118,10 @@ impl Store for PostgresStore {
         if let Some(request) = pending.first() {
             return Err(StoreError::new(
                 StoreErrorKind::Busy,
-                format!("event {} kept moving between claim and inbox", request.identity.id),
+                format!(
+                    "event {} kept moving between claim and inbox",
+                    request.identity.id
+                ),
             ));
         }
         Ok((in_request_order(requests, &answers, outcome), claims))
@@ -124,7 +148,11 @@ impl Store for PostgresStore {
                 // handler made it so; if not, the guard ran in a transaction of its own.
                 Some("25006") => {
                     let alive = sqlx::query("SELECT 1").execute(&mut **tx).await;
-                    Err(if alive.is_err() { GuardError::Aborted(classify("guarding", e)) } else { GuardError::Escaped })
+                    Err(if alive.is_err() {
+                        GuardError::Aborted(classify("guarding", e))
+                    } else {
+                        GuardError::Escaped
+                    })
                 }
                 _ => Err(GuardError::Store(classify("guarding", e))),
             },
@@ -145,9 +173,14 @@ impl Store for PostgresStore {
     async fn abandon(&self, conn: Connection<Postgres>) {
         if let Some(session) = conn.session {
             // While we still hold the socket, so that the number cannot mean another session by now.
-            let ended = sqlx::query("SELECT pg_terminate_backend($1)").bind(session).execute(&self.reserve);
+            let ended = sqlx::query("SELECT pg_terminate_backend($1)")
+                .bind(session)
+                .execute(&self.reserve);
             if !matches!(tokio::time::timeout(PROBE, ended).await, Ok(Ok(_))) {
-                tracing::debug!(session, "could not end a stuck session; the server's own limits will");
+                tracing::debug!(
+                    session,
+                    "could not end a stuck session; the server's own limits will"
+                );
             }
         }
         drop(conn.conn.detach());
@@ -157,14 +190,17 @@ impl Store for PostgresStore {
         let probe = async {
             let mut conn = PgConnection::connect_with(&self.reserve.connect_options()).await?;
             // Assigns a transaction id and commits it: a standby refuses it, and so does a full disk.
-            sqlx::raw_sql("BEGIN READ WRITE; SELECT pg_current_xact_id(); COMMIT").execute(&mut conn).await?;
+            sqlx::raw_sql("BEGIN READ WRITE; SELECT pg_current_xact_id(); COMMIT")
+                .execute(&mut conn)
+                .await?;
             conn.close().await
         };
         match tokio::time::timeout(PROBE, probe).await {
             Ok(result) => result.map_err(|e| classify("probing the database", e)),
-            Err(_) => {
-                Err(StoreError::new(StoreErrorKind::Unavailable, "probing the database: no answer within 5 s"))
-            }
+            Err(_) => Err(StoreError::new(
+                StoreErrorKind::Unavailable,
+                "probing the database: no answer within 5 s",
+            )),
         }
     }
 
@@ -202,7 +238,10 @@ fn begin_statement(limits: &Limits, server_version: Option<u32>) -> String {
         ms(limits.idle_timeout),
     );
     if server_version.is_some_and(|version| version >= 170_000) {
-        begin.push_str(&format!("; SET LOCAL transaction_timeout = {}", ms(limits.transaction_timeout)));
+        begin.push_str(&format!(
+            "; SET LOCAL transaction_timeout = {}",
+            ms(limits.transaction_timeout)
+        ));
     }
     begin
 }
@@ -213,7 +252,9 @@ async fn insert(
     requests: &[&ClaimRequest<'_>],
     outcome: Outcome,
 ) -> Result<Vec<(EventKey, String)>, sqlx::Error> {
-    let Some(first) = requests.first() else { return Ok(Vec::new()) };
+    let Some(first) = requests.first() else {
+        return Ok(Vec::new());
+    };
     let (keys, hashes, own, tokens) = columns(requests);
     let sources: Vec<&str> = requests.iter().map(|r| r.identity.source.as_str()).collect();
     let ids: Vec<&str> = requests.iter().map(|r| r.identity.id.as_str()).collect();

@@ -1,0 +1,472 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::Database;
+use tokio_util::sync::CancellationToken;
+
+use super::gate::Gate;
+use super::lane::{BeginHook, Shared};
+use super::run::Shape;
+use super::{Consumer, OnMismatch, Ordering, RetryPolicy};
+use crate::event::IdentityRules;
+use crate::handler::{BatchHandler, BatchRunner, Handler, HandlerRunner, Run};
+use crate::health::ConsumerHealth;
+use crate::inbox::InboxSource;
+use crate::source::{Plan, Source};
+use crate::store::{Inbox, Isolation, Limits, Operations, Store};
+
+/// Connections that are kept for what must go on while all lanes are busy.
+const RESERVE: u32 = 2;
+
+/// Configures a [`Consumer`]. Everything is checked together by [`build`](Self::build); each message
+/// names the field, its value and the bound.
+pub struct ConsumerBuilder<S: Store> {
+    name: String,
+    store: S,
+    source: Option<Box<dyn Source>>,
+    handler: Option<(Arc<dyn Run<S::Db>>, bool)>,
+    identity: IdentityRules,
+    policy: RetryPolicy,
+    ordering: Option<Ordering>,
+    on_mismatch: OnMismatch,
+    lanes: Option<usize>,
+    held_lanes: Option<usize>,
+    batch: usize,
+    window: Option<usize>,
+    window_bytes: usize,
+    handler_timeout: Duration,
+    stop_timeout: Duration,
+    stop_when_idle: Option<Duration>,
+    dedup_window: Duration,
+    lease: Duration,
+    limits: Limits,
+    on_begin: Option<BeginHook<S::Db>>,
+    #[cfg(feature = "testing")]
+    crash: Option<crate::crash::Plan>,
+}
+
+impl<S: Inbox + Operations> ConsumerBuilder<S> {
+    pub(super) fn new(name: String, store: S) -> Self {
+        Self {
+            name,
+            store,
+            source: None,
+            handler: None,
+            identity: IdentityRules::auto(),
+            policy: RetryPolicy::default(),
+            ordering: None,
+            on_mismatch: OnMismatch::default(),
+            lanes: None,
+            held_lanes: None,
+            batch: 1,
+            window: None,
+            window_bytes: 64 << 20,
+            handler_timeout: Duration::from_secs(30),
+            stop_timeout: Duration::from_secs(20),
+            stop_when_idle: None,
+            dedup_window: Duration::from_secs(30 * 86_400),
+            lease: Duration::from_secs(30),
+            limits: Limits::default(),
+            on_begin: None,
+            #[cfg(feature = "testing")]
+            crash: None,
+        }
+    }
+
+    /// Where deliveries come from. Required.
+    pub fn source(mut self, source: impl Source) -> Self {
+        self.source = Some(Box::new(source));
+        self
+    }
+
+    /// What is done with each event. Required, unless there is a [`batch_handler`](Self::batch_handler).
+    pub fn handler(mut self, handler: impl Handler<S::Db>) -> Self {
+        self.handler = Some((Arc::new(HandlerRunner::new(handler)), false));
+        self
+    }
+
+    /// What is done with all new events of a transaction at once. Set [`batch`](Self::batch) as well.
+    pub fn batch_handler(mut self, handler: impl BatchHandler<S::Db>) -> Self {
+        self.handler = Some((Arc::new(BatchRunner::new(handler)), true));
+        self
+    }
+
+    /// How events are identified. Default: [`IdentityRules::auto`].
+    pub fn identity(mut self, rules: IdentityRules) -> Self {
+        self.identity = rules;
+        self
+    }
+
+    /// How often and when failed events are tried again. Default: 8 attempts over about 1 h 11 min.
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// In which order events run. Default: per key if the source promises an order, else unordered.
+    pub fn ordering(mut self, ordering: Ordering) -> Self {
+        self.ordering = Some(ordering);
+        self
+    }
+
+    /// What to do with a known identity that comes with another payload. Default: warn.
+    pub fn on_mismatch(mut self, rule: OnMismatch) -> Self {
+        self.on_mismatch = rule;
+        self
+    }
+
+    /// How many transactions run at once; each lane holds one connection. Default 8, on SQLite 1.
+    pub fn lanes(mut self, lanes: usize) -> Self {
+        self.lanes = Some(lanes);
+        self
+    }
+
+    /// How many lanes run held events (delayed retries), beside the others. Default: a quarter of
+    /// the lanes, at least one.
+    pub fn held_lanes(mut self, lanes: usize) -> Self {
+        self.held_lanes = Some(lanes);
+        self
+    }
+
+    /// How many waiting events a lane takes into one transaction at most. Default 1. It never waits
+    /// for more to come. A batch saves round trips and commits; in exchange its handlers share row
+    /// locks, and if one of them fails all are run again one by one, so effects outside the
+    /// transaction are repeated more often.
+    pub fn batch(mut self, events: usize) -> Self {
+        self.batch = events;
+        self
+    }
+
+    /// How many deliveries are in hand at most, running ones included; the broker's prefetch.
+    /// Default: twice what the lanes can take at once.
+    pub fn window(mut self, deliveries: usize) -> Self {
+        self.window = Some(deliveries);
+        self
+    }
+
+    /// How many bytes of payloads, keys and headers are in hand at most. Default 64 MiB. The last
+    /// delivery may go over it; a broker's prefetch counts messages and not bytes, so the adapter's
+    /// buffer comes on top.
+    pub fn window_bytes(mut self, bytes: usize) -> Self {
+        self.window_bytes = bytes;
+        self
+    }
+
+    /// How long a handler may take for one event. Default 30 s. Past it the attempt has failed.
+    pub fn handler_timeout(mut self, limit: Duration) -> Self {
+        self.handler_timeout = limit;
+        self
+    }
+
+    /// How long a concurrent copy of an event, or a row lock, is waited for. Default 2 s.
+    pub fn lock_timeout(mut self, limit: Duration) -> Self {
+        self.limits.lock_timeout = limit;
+        self
+    }
+
+    /// How long one statement may run. Default: as long as the handler.
+    pub fn statement_timeout(mut self, limit: Duration) -> Self {
+        self.limits.statement_timeout = limit;
+        self
+    }
+
+    /// The isolation level of handler transactions. Default: read committed.
+    pub fn isolation(mut self, level: Isolation) -> Self {
+        self.limits.isolation = level;
+        self
+    }
+
+    /// Accept a database that may lose commits that it has confirmed, and with them events that were
+    /// acked: PostgreSQL with `synchronous_commit = off`, SQLite with `synchronous` below FULL.
+    pub fn allow_async_commit(mut self) -> Self {
+        self.limits.allow_async_commit = true;
+        self
+    }
+
+    /// How long running handlers have to finish after a stop. Default 20 s; the process supervisor's
+    /// own limit should be longer.
+    pub fn stop_timeout(mut self, limit: Duration) -> Self {
+        self.stop_timeout = limit;
+        self
+    }
+
+    /// Stop by itself when nothing has arrived for this long: for one-off jobs and tests.
+    pub fn stop_when_idle(mut self, after: Duration) -> Self {
+        self.stop_when_idle = Some(after);
+        self
+    }
+
+    /// How long a processed identity is remembered. Default 30 days. It must be longer than the
+    /// source can redeliver: an older event that comes again is new.
+    pub fn dedup_window(mut self, window: Duration) -> Self {
+        self.dedup_window = window;
+        self
+    }
+
+    /// How long a held event stays leased to a process that has died. Default 30 s; a living one renews it.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// Runs at the start of each transaction, before the claim: `SET LOCAL` for tenants, roles or
+    /// `search_path`. The role it sets needs rights on the framework's tables. An error pauses the
+    /// consumer: it says nothing about an event.
+    pub fn on_begin<F>(mut self, hook: F) -> Self
+    where
+        F: for<'a> Fn(
+                &'a mut <S::Db as Database>::Connection,
+            ) -> Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>
+            + Send
+            + Sync
+            + 'static,
+    {
+        self.on_begin = Some(Arc::new(hook));
+        self
+    }
+
+    /// Asks at every crash point whether the process dies there; see [`testing`](crate::testing).
+    #[cfg(feature = "testing")]
+    pub fn crash_when(
+        mut self,
+        crashes: impl Fn(crate::crash::CrashPoint) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.crash = Some(Arc::new(crashes));
+        self
+    }
+
+    /// Checks everything and makes the consumer.
+    pub fn build(self) -> Result<Consumer<S>, BuildError> {
+        let mut problems = Problems::default();
+        problems.name(&self.name);
+        let lanes = self
+            .lanes
+            .unwrap_or_else(|| self.store.max_useful_lanes().unwrap_or(8));
+        let held_lanes = self.held_lanes.unwrap_or_else(|| (lanes / 4).max(1));
+        problems.range("lanes", lanes, 1, 1000);
+        problems.range("held_lanes", held_lanes, 1, 1000);
+        if let Some(max) = self.store.max_useful_lanes()
+            && lanes > max
+        {
+            problems.add(format!(
+                "lanes is {lanes} (at most {max} on {}: it has one writer)",
+                self.store.name()
+            ));
+        }
+        problems.range("batch", self.batch, 1, 10_000);
+        let window = self
+            .window
+            .unwrap_or_else(|| lanes.saturating_mul(self.batch).saturating_mul(2))
+            .min(65_535);
+        problems.range("window", window, 1, 65_535);
+        problems.range("window_bytes", self.window_bytes, 1024, usize::MAX);
+        let day = Duration::from_secs(86_400);
+        problems.time(
+            "handler_timeout",
+            self.handler_timeout,
+            Duration::from_millis(1),
+            day,
+        );
+        problems.time(
+            "lock_timeout",
+            self.limits.lock_timeout,
+            Duration::from_millis(1),
+            day,
+        );
+        problems.time(
+            "statement_timeout",
+            self.limits.statement_timeout,
+            Duration::from_millis(1),
+            day,
+        );
+        problems.time("stop_timeout", self.stop_timeout, Duration::ZERO, day);
+        problems.time("lease", self.lease, Duration::from_secs(1), day);
+        problems.time(
+            "dedup_window",
+            self.dedup_window,
+            Duration::from_secs(1),
+            3660 * day,
+        );
+        if let Err(problem) = self.policy.check() {
+            problems.add(problem);
+        }
+        if self.source.is_none() {
+            problems.add("source is not set (where the events come from)".into());
+        }
+        if self.handler.is_none() {
+            problems.add("handler is not set (what is done with the events)".into());
+        }
+
+        let reads_inbox = self.source.as_ref().is_some_and(|s| s.capabilities().reads_inbox);
+        let mut connections = vec![("lanes", lanes as u32)];
+        if !reads_inbox {
+            connections.push(("held lanes", held_lanes as u32));
+        }
+        check_connections(&mut problems.0, &connections, self.store.max_connections());
+        let (Some(source), Some((handler, handles_batches)), true) =
+            (self.source, self.handler, problems.0.is_empty())
+        else {
+            return Err(BuildError(problems.0));
+        };
+
+        let capabilities = source.capabilities();
+        let ordering = self.ordering.unwrap_or(if capabilities.ordered {
+            Ordering::PerKey
+        } else {
+            Ordering::Unordered
+        });
+        if ordering == Ordering::PerKey && !capabilities.ordered && !reads_inbox {
+            tracing::warn!(
+                consumer = self.name,
+                system = capabilities.system,
+                "PerKey keeps the order in which deliveries arrive, but this source does not promise an order"
+            );
+        }
+        let mut limits = self.limits;
+        limits.idle_timeout = self.handler_timeout + Duration::from_secs(5);
+        limits.statement_timeout = limits.statement_timeout.max(self.handler_timeout);
+        let per_transaction = if handles_batches { 1 } else { self.batch as u32 };
+        limits.transaction_timeout = self.handler_timeout * per_transaction + limits.statement_timeout * 2;
+
+        let gate = Arc::new(Gate::new(&self.name));
+        let shared = |system| {
+            Arc::new(Shared {
+                name: self.name.clone(),
+                system,
+                store: self.store.clone(),
+                handler: handler.clone(),
+                identity: self.identity.clone(),
+                policy: self.policy.clone(),
+                ordering,
+                on_mismatch: self.on_mismatch,
+                limits: limits.clone(),
+                handler_timeout: self.handler_timeout,
+                handles_batches,
+                on_begin: self.on_begin.clone(),
+                gate: gate.clone(),
+                stopping: CancellationToken::new(),
+                abort: CancellationToken::new(),
+                #[cfg(feature = "testing")]
+                crash: self.crash.clone(),
+            })
+        };
+        let attempts_in_place = self.policy.max_attempts().min(1000);
+        let plan = |window| Plan {
+            consumer: self.name.clone(),
+            window,
+            window_bytes: self.window_bytes,
+            longest_unsettled: self.handler_timeout * attempts_in_place + self.policy.longest_in_place(),
+            dedup_window: Some(self.dedup_window),
+        };
+        let shape = |lanes, window, stop_when_idle| Shape {
+            lanes,
+            batch: self.batch,
+            plan: plan(window),
+            stop_when_idle,
+        };
+
+        let main = shared(capabilities.system);
+        let held = (!reads_inbox).then(|| {
+            let inbox = InboxSource::new(self.store.clone(), &self.name).lease(self.lease);
+            let system = inbox.capabilities().system;
+            // One stop for both loops.
+            let mut held = shared(system);
+            if let Some(held) = Arc::get_mut(&mut held) {
+                held.stopping = main.stopping.clone();
+                held.abort = main.abort.clone();
+            }
+            let window = held_lanes.saturating_mul(self.batch).saturating_mul(2);
+            (
+                held,
+                Box::new(inbox) as Box<dyn Source>,
+                shape(held_lanes, window, None),
+            )
+        });
+        Ok(Consumer {
+            shape: shape(lanes, window, self.stop_when_idle),
+            health: Arc::new(ConsumerHealth::new(&self.name, gate)),
+            shared: main,
+            source,
+            held,
+            stop_timeout: self.stop_timeout,
+            dedup_window: self.dedup_window,
+            connections,
+        })
+    }
+}
+
+/// All that is held by consumers of one pool, and the reserve, must fit into it.
+pub(crate) fn check_connections(problems: &mut Vec<String>, parts: &[(&'static str, u32)], max: u32) {
+    let sum: u32 = parts.iter().map(|(_, count)| count).sum::<u32>() + RESERVE;
+    if sum > max {
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|(part, count)| format!("{count} {part}"))
+            .collect();
+        problems.push(format!(
+            "max_connections is {max} (at least {sum}: {}, {RESERVE} in reserve)",
+            parts.join(", ")
+        ));
+    }
+}
+
+/// What is wrong with a consumer's or a supervisor's settings: all of it, not only the first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BuildError(pub(crate) Vec<String>);
+
+impl BuildError {
+    /// One message per problem.
+    pub fn problems(&self) -> &[String] {
+        &self.0
+    }
+}
+
+impl fmt::Display for BuildError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.join("; "))
+    }
+}
+
+impl std::error::Error for BuildError {}
+
+#[derive(Default)]
+struct Problems(Vec<String>);
+
+impl Problems {
+    fn add(&mut self, problem: String) {
+        self.0.push(problem);
+    }
+
+    fn range(&mut self, field: &str, value: usize, min: usize, max: usize) {
+        if value < min {
+            self.add(format!("{field} is {value} (at least {min})"));
+        } else if value > max {
+            self.add(format!("{field} is {value} (at most {max})"));
+        }
+    }
+
+    fn time(&mut self, field: &str, value: Duration, min: Duration, max: Duration) {
+        if value < min {
+            self.add(format!("{field} is {value:?} (at least {min:?})"));
+        } else if value > max {
+            self.add(format!("{field} is {value:?} (at most {max:?})"));
+        }
+    }
+
+    /// Names are compared byte for byte; one with a blank at its end would be another consumer.
+    fn name(&mut self, name: &str) {
+        if name.is_empty() || name.len() > 128 {
+            self.add(format!(
+                "name is {} bytes long (1 to 128: it is part of every deduplication key)",
+                name.len()
+            ));
+        } else if name.trim() != name || name.chars().any(char::is_control) {
+            self.add(format!(
+                "name is {name:?} (no blanks around it, no control characters)"
+            ));
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! A lane: one task, one connection, and what all lanes of a consumer share.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sqlx::Database;
+use tokio_util::sync::CancellationToken;
+
+use super::gate::Gate;
+use super::policy::RetryPolicy;
+use super::{OnMismatch, Ordering};
+use crate::crash::CrashPoint;
+use crate::event::IdentityRules;
+use crate::handler::Run;
+use crate::source::{Delivery, Settlement};
+use crate::store::{Connection, Inbox, Limits, Store};
+use crate::telemetry::{self, Outcome as Became};
+
+/// Runs at the start of each transaction, right after `BEGIN`.
+pub(crate) type BeginHook<Db> = Arc<
+    dyn for<'a> Fn(
+            &'a mut <Db as Database>::Connection,
+        ) -> Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>
+        + Send
+        + Sync,
+>;
+
+/// What the lanes of one loop share. Nothing in it changes while they run, but for the gate.
+pub(crate) struct Shared<S: Store> {
+    pub(crate) name: String,
+    pub(crate) system: &'static str,
+    pub(crate) store: S,
+    pub(crate) handler: Arc<dyn Run<S::Db>>,
+    pub(crate) identity: IdentityRules,
+    pub(crate) policy: RetryPolicy,
+    pub(crate) ordering: Ordering,
+    pub(crate) on_mismatch: OnMismatch,
+    pub(crate) limits: Limits,
+    pub(crate) handler_timeout: Duration,
+    /// The handler takes all events at once, so the time limit is for all of them.
+    pub(crate) handles_batches: bool,
+    pub(crate) on_begin: Option<BeginHook<S::Db>>,
+    pub(crate) gate: Arc<Gate>,
+    /// Take no more.
+    pub(crate) stopping: CancellationToken,
+    /// The stop's deadline has passed: cut handlers off.
+    pub(crate) abort: CancellationToken,
+    #[cfg(feature = "testing")]
+    pub(crate) crash: Option<crate::crash::Plan>,
+}
+
+impl<S: Store> Shared<S> {
+    /// How long the handler may take for this many events.
+    pub(crate) fn time_limit(&self, events: usize) -> Duration {
+        if self.handles_batches {
+            self.handler_timeout
+        } else {
+            self.handler_timeout * events.max(1) as u32
+        }
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) async fn reached(&self, point: CrashPoint) {
+        crate::crash::reached(self.crash.as_ref(), point).await;
+    }
+
+    #[cfg(not(feature = "testing"))]
+    pub(crate) async fn reached(&self, _point: CrashPoint) {}
+}
+
+/// One lane. Nobody cancels it: what it has begun it ends, within the limits of its transaction.
+pub(crate) struct Lane<S: Store> {
+    pub(crate) shared: Arc<Shared<S>>,
+    pub(crate) conn: Option<Connection<S::Db>>,
+}
+
+impl<S: Inbox> Lane<S> {
+    pub(crate) fn new(shared: Arc<Shared<S>>) -> Self {
+        Self { shared, conn: None }
+    }
+
+    /// Ends a failed transaction for good. The dropped transaction has queued its ROLLBACK; the ping
+    /// sends it and waits for the answer. A connection in doubt is closed instead.
+    pub(crate) async fn recycle(&mut self, spoiled: bool) {
+        let Some(mut conn) = self.conn.take() else { return };
+        if !spoiled && sqlx::Connection::ping(&mut *conn.conn).await.is_ok() && conn.is_clean() {
+            self.conn = Some(conn);
+        } else {
+            self.shared.store.abandon(conn).await;
+        }
+    }
+
+    /// The one way back to the source.
+    pub(crate) fn settle(&self, delivery: Delivery, became: Became, after: Option<Duration>) -> Settlement {
+        telemetry::settled(&self.shared.name, self.shared.system, became);
+        if became == Became::Released {
+            delivery.release(after)
+        } else {
+            delivery.ack()
+        }
+    }
+
+    pub(crate) fn span(&self, deliveries: &[Delivery]) -> tracing::Span {
+        let destination = deliveries
+            .first()
+            .map_or("", |d| d.event.origin.destination.as_str());
+        tracing::info_span!(
+            "process",
+            messaging.system = self.shared.system,
+            messaging.destination.name = destination,
+            messaging.operation.name = "process",
+            messaging.operation.r#type = "process",
+            messaging.consumer.group.name = self.shared.name,
+            messaging.batch.message_count = (deliveries.len() > 1).then_some(deliveries.len()),
+        )
+    }
+}

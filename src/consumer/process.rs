@@ -1,0 +1,298 @@
+//! What happens to the deliveries that a lane has taken: identify, claim, handle, record, commit, settle.
+//!
+//! This file knows nothing of concurrency, and each step takes what the one before it gave. Read it
+//! first; `run.rs` says how many lanes there are, `recover.rs` what becomes of an event that failed.
+
+use std::panic::AssertUnwindSafe;
+use std::time::Instant;
+
+use futures_util::FutureExt as _;
+use tracing::Instrument as _;
+
+use super::decide::Failure;
+use super::lane::{Lane, Shared};
+use super::recover::{self, Recovery, Tally};
+use super::{OnMismatch, Ordering};
+use crate::crash::CrashPoint;
+use crate::event::{EventKey, Identity, PayloadHash};
+use crate::handler::{Item, Progress};
+use crate::reason::Reason;
+use crate::source::{Delivery, Settlement};
+use crate::store::{ClaimAnswer, ClaimRequest, Inbox, Outcome, Tx};
+use crate::telemetry::{self, Outcome as Became};
+
+/// A delivery whose event has a name.
+pub(crate) struct Identified {
+    pub(crate) delivery: Delivery,
+    pub(crate) identity: Identity,
+    pub(crate) key: EventKey,
+    hash: PayloadHash,
+    /// How often it has failed so far, in this lane and before.
+    pub(crate) failed: u32,
+}
+
+/// Takes deliveries through to their settlements: all in one transaction if that succeeds, one by
+/// one if it does not, so that only the bad one pays.
+pub(crate) async fn process<S: Inbox>(lane: &mut Lane<S>, deliveries: Vec<Delivery>) -> Vec<Settlement> {
+    let span = lane.span(&deliveries);
+    async {
+        lane.shared.reached(CrashPoint::Received).await;
+        let (events, mut settlements) = identify(lane, deliveries).await;
+        if events.len() > 1
+            && let Ok(answers) = attempt(lane, &events, Outcome::Processed).await
+        {
+            for (event, answer) in events.into_iter().zip(answers) {
+                settlements.push(conclude(lane, event, answer, Outcome::Processed).await);
+            }
+        } else {
+            settlements.extend(one_by_one(lane, events).await);
+        }
+        lane.shared.reached(CrashPoint::Settling).await;
+        settlements
+    }
+    .instrument(span)
+    .await
+}
+
+/// Finds out who each event is. One without a usable identity is a dead letter; nothing can be
+/// remembered about it.
+async fn identify<S: Inbox>(
+    lane: &mut Lane<S>,
+    deliveries: Vec<Delivery>,
+) -> (Vec<Identified>, Vec<Settlement>) {
+    let (mut events, mut settlements) = (Vec::with_capacity(deliveries.len()), Vec::new());
+    for delivery in deliveries {
+        let found = match &delivery.held {
+            Some(lease) => Ok(lease.identity.clone()),
+            None => lane.shared.identity.identify(&delivery.event),
+        };
+        match found {
+            Ok(identity) => {
+                let key = EventKey::of_event(&lane.shared.name, &identity.source, &identity.id);
+                let hash = delivery.event.payload_hash();
+                let failed = delivery.held.as_ref().map_or(0, |lease| lease.attempts);
+                events.push(Identified {
+                    delivery,
+                    identity,
+                    key,
+                    hash,
+                    failed,
+                });
+            }
+            Err(error) => settlements.push(recover::unidentified(lane, delivery, &error).await),
+        }
+    }
+    (events, settlements)
+}
+
+/// One transaction over these events. `Ok` says what became of each and that it is durable; `Err`
+/// that nothing was kept, or (after a COMMIT without an answer) that running them again will tell.
+pub(super) async fn attempt<S: Inbox>(
+    lane: &mut Lane<S>,
+    events: &[Identified],
+    outcome: Outcome,
+) -> Result<Vec<ClaimAnswer>, Failure> {
+    let result = transaction(lane, events, outcome).await;
+    if let Err(failure) = &result {
+        // Nothing of the attempt may outlive it: no lock, no open transaction, no running statement.
+        lane.recycle(failure.spoils_connection()).await;
+        lane.shared.reached(CrashPoint::RolledBack).await;
+    }
+    result
+}
+
+async fn transaction<S: Inbox>(
+    lane: &mut Lane<S>,
+    events: &[Identified],
+    outcome: Outcome,
+) -> Result<Vec<ClaimAnswer>, Failure> {
+    let started = Instant::now();
+    let Lane { shared, conn, .. } = lane;
+    let store = &shared.store;
+    let conn = match conn {
+        Some(conn) => conn,
+        None => conn.insert(store.open().await?),
+    };
+    let mut tx = store.begin(conn, &shared.limits).await?;
+    if let Some(hook) = &shared.on_begin {
+        hook(&mut tx)
+            .await
+            .map_err(|e| Failure::Unavailable(format!("the transaction hook failed: {e}")))?;
+    }
+
+    // Claim. A crash from here to the commit rolls everything back: the source delivers again, and
+    // the event is as new as it was.
+    let requests: Vec<_> = events.iter().map(|event| event.request(&shared.name)).collect();
+    let (answers, claims) = store.claim(&mut tx, &requests, outcome).await?;
+    shared.reached(CrashPoint::Claimed).await;
+    if claims.is_empty() {
+        tx.rollback()
+            .await
+            .map_err(|e| Failure::Unavailable(e.to_string()))?;
+        return Ok(answers);
+    }
+
+    if outcome == Outcome::Processed {
+        handle(shared, &mut tx, events, &answers).await?;
+    }
+    shared.reached(CrashPoint::Handled).await;
+
+    // Record: proves that this is still our transaction and finishes the held rows of its events.
+    let guarded = match store.guard(&mut tx, claims).await {
+        Ok(guarded) => guarded,
+        // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
+        Err(_) if started.elapsed() >= shared.limits.idle_timeout => {
+            return Err(Failure::Timeout(format!(
+                "the handler blocked for {:?}",
+                started.elapsed()
+            )));
+        }
+        Err(e) => return Err(e.into()),
+    };
+    shared.reached(CrashPoint::Guarded).await;
+
+    store.commit(tx, guarded).await?;
+    if !conn.is_clean() {
+        return Err(Failure::Leaked);
+    }
+    // Durable from here: a crash loses the acks and nothing else; the redelivery is a duplicate.
+    shared.reached(CrashPoint::Committed).await;
+    shared.gate.proven();
+    telemetry::transaction(&shared.name, shared.system, started.elapsed());
+    Ok(answers)
+}
+
+/// Runs the handler over the new events. It can fail, panic, run out of time or be cut off by a
+/// stop; whatever it does, it comes back as a value.
+async fn handle<S: Inbox>(
+    shared: &Shared<S>,
+    tx: &mut Tx<'_, S::Db>,
+    events: &[Identified],
+    answers: &[ClaimAnswer],
+) -> Result<(), Failure> {
+    let new = events
+        .iter()
+        .zip(answers)
+        .filter(|(_, answer)| **answer == ClaimAnswer::New);
+    let items: Vec<_> = new
+        .map(|(event, _)| Item {
+            identity: &event.identity,
+            event: &event.delivery.event,
+            attempt: event.failed + 1,
+        })
+        .collect();
+    let limit = shared.time_limit(items.len());
+    let deadline = Instant::now() + limit;
+    let progress = Progress {
+        consumer: &shared.name,
+        once: &shared.store,
+        stopping: &shared.stopping,
+        deadline,
+    };
+    let handler = AssertUnwindSafe(shared.handler.run(tx, progress, &items)).catch_unwind();
+    tokio::select! {
+        biased;
+        result = handler => match result {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(Failure::of_handler(&error)),
+            Err(panic) => Err(Failure::of_panic(&*panic)),
+        },
+        _ = tokio::time::sleep_until(deadline.into()) => {
+            Err(Failure::Timeout(format!("the handler was still running after {limit:?}")))
+        }
+        _ = shared.abort.cancelled() => Err(Failure::Stopped),
+    }
+}
+
+/// Runs events one after the other, each with its own retries. Where order counts, an event that is
+/// given back takes the later ones of its key with it.
+async fn one_by_one<S: Inbox>(lane: &mut Lane<S>, events: Vec<Identified>) -> Vec<Settlement> {
+    let mut settlements = Vec::with_capacity(events.len());
+    let mut given_back = Vec::new();
+    for event in events {
+        let key = event.delivery.event.key.clone();
+        let behind = lane.shared.ordering == Ordering::PerKey && key.is_some() && given_back.contains(&key);
+        if behind || lane.shared.abort.is_cancelled() {
+            given_back.push(key);
+            settlements.push(lane.settle(event.delivery, Became::Released, None));
+            continue;
+        }
+        let (settlement, released) = until_settled(lane, event).await;
+        if released {
+            given_back.push(key);
+        }
+        settlements.push(settlement);
+    }
+    settlements
+}
+
+/// Runs one event until it is done, held, or given back.
+async fn until_settled<S: Inbox>(lane: &mut Lane<S>, mut event: Identified) -> (Settlement, bool) {
+    let mut tally = Tally::default();
+    let mut outcome = Outcome::Processed;
+    loop {
+        let failure = match attempt(lane, std::slice::from_ref(&event), outcome).await {
+            Ok(answers) => return (conclude(lane, event, answers[0], outcome).await, false),
+            Err(failure) => failure,
+        };
+        match recover::recover(lane, &mut event, failure, &mut tally).await {
+            Recovery::Again => {}
+            Recovery::Discard => outcome = Outcome::Discarded,
+            Recovery::Stored(became) => return (lane.settle(event.delivery, became, None), false),
+            Recovery::GiveBack { after } => {
+                return (lane.settle(event.delivery, Became::Released, after), true);
+            }
+        }
+    }
+}
+
+/// What the claim's answer means for the delivery, now that the transaction is over.
+async fn conclude<S: Inbox>(
+    lane: &mut Lane<S>,
+    event: Identified,
+    answer: ClaimAnswer,
+    outcome: Outcome,
+) -> Settlement {
+    let became = match answer {
+        ClaimAnswer::New if outcome == Outcome::Discarded => Became::Discarded,
+        ClaimAnswer::New => Became::Processed,
+        ClaimAnswer::Held(_) => Became::Held,
+        ClaimAnswer::Collision => return recover::letter(lane, event, Reason::DigestCollision).await,
+        ClaimAnswer::Duplicate { same_payload, .. } => {
+            if !same_payload && lane.shared.on_mismatch != OnMismatch::Ignore {
+                telemetry::payload_mismatch(&lane.shared.name);
+                tracing::warn!(
+                    consumer = lane.shared.name,
+                    source = event.identity.source,
+                    event_id = event.identity.id,
+                    "an event came again with another payload; the first one counts"
+                );
+                if lane.shared.on_mismatch == OnMismatch::DeadLetter {
+                    return recover::letter(lane, event, Reason::IdentityMismatch).await;
+                }
+            }
+            tracing::debug!(event_id = event.identity.id, "duplicate");
+            Became::Duplicate
+        }
+    };
+    // A held row whose event was processed by another delivery has no commit of its own to finish it.
+    if became == Became::Duplicate
+        && let Some(lease) = &event.delivery.held
+        && let Err(error) = lane.shared.store.close_leased(lease).await
+    {
+        tracing::debug!(%error, "a finished held row was not closed; its lease runs out and it is found finished again");
+    }
+    lane.settle(event.delivery, became, None)
+}
+
+impl Identified {
+    fn request<'a>(&'a self, consumer: &'a str) -> ClaimRequest<'a> {
+        ClaimRequest {
+            key: self.key,
+            consumer,
+            identity: &self.identity,
+            payload_hash: self.hash,
+            own: self.delivery.held.as_ref(),
+        }
+    }
+}

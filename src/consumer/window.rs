@@ -1,0 +1,289 @@
+//! What is in hand: deliveries that wait for a lane, and those that a lane has.
+
+use std::collections::hash_map::DefaultHasher;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::hash::{Hash, Hasher};
+
+use bytes::Bytes;
+
+use super::Ordering;
+use crate::source::{Delivery, Receipt, Settle, Settlement};
+
+/// The deliveries in hand, bounded by count and by bytes, and which lane each belongs to.
+///
+/// Unordered, there is one queue and any idle lane takes from it. Per key, each lane has its own and
+/// a key always goes to the same lane, so that its events run in their order.
+pub(crate) struct Window {
+    ordering: Ordering,
+    queues: Vec<VecDeque<Delivery>>,
+    idle: Vec<bool>,
+    in_hand: HashMap<Receipt, InHand>,
+    bytes: usize,
+    max_count: usize,
+    max_bytes: usize,
+    batch: usize,
+    next_lane: usize,
+}
+
+struct InHand {
+    bytes: usize,
+    key: Option<Bytes>,
+}
+
+impl Window {
+    pub(crate) fn new(
+        ordering: Ordering,
+        lanes: usize,
+        batch: usize,
+        max_count: usize,
+        max_bytes: usize,
+    ) -> Self {
+        let queues = match ordering {
+            Ordering::Unordered => 1,
+            Ordering::PerKey => lanes,
+        };
+        Self {
+            ordering,
+            queues: (0..queues).map(|_| VecDeque::new()).collect(),
+            idle: vec![true; lanes],
+            in_hand: HashMap::new(),
+            bytes: 0,
+            max_count,
+            max_bytes,
+            batch,
+            next_lane: 0,
+        }
+    }
+
+    /// How many more deliveries may be received. An oversized one is let in alone.
+    pub(crate) fn room(&self) -> usize {
+        if self.bytes >= self.max_bytes {
+            0
+        } else {
+            self.max_count.saturating_sub(self.in_hand.len())
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.in_hand.is_empty()
+    }
+
+    pub(crate) fn admit(&mut self, deliveries: Vec<Delivery>) {
+        for delivery in deliveries {
+            let bytes = delivery.event.size();
+            let key = delivery.event.key.clone();
+            self.bytes += bytes;
+            let queue = self.queue_of(key.as_deref());
+            self.in_hand.insert(delivery.receipt, InHand { bytes, key });
+            self.queues[queue].push_back(delivery);
+        }
+    }
+
+    /// The next piece of work for an idle lane, which is busy from then on.
+    pub(crate) fn assign(&mut self) -> Option<(usize, Vec<Delivery>)> {
+        let lane = match self.ordering {
+            Ordering::Unordered if self.queues[0].is_empty() => None,
+            Ordering::Unordered => self.idle.iter().position(|idle| *idle),
+            Ordering::PerKey => {
+                (0..self.idle.len()).find(|&lane| self.idle[lane] && !self.queues[lane].is_empty())
+            }
+        }?;
+        let queue = match self.ordering {
+            Ordering::Unordered => &mut self.queues[0],
+            Ordering::PerKey => &mut self.queues[lane],
+        };
+        let take = queue.len().min(self.batch);
+        self.idle[lane] = false;
+        Some((lane, queue.drain(..take).collect()))
+    }
+
+    /// A lane is done with what it had. Per key, what waits behind an event that was given back goes
+    /// back as well: it would overtake it otherwise.
+    pub(crate) fn finish(&mut self, lane: usize, settlements: &mut Vec<Settlement>) {
+        self.idle[lane] = true;
+        let mut given_back = HashSet::new();
+        for settlement in settlements.iter() {
+            let Some(done) = self.remove(settlement.receipt) else {
+                continue;
+            };
+            if let (Settle::Release { .. }, Some(key)) = (settlement.verdict, done.key) {
+                given_back.insert(key);
+            }
+        }
+        if self.ordering == Ordering::PerKey && !given_back.is_empty() {
+            settlements.extend(self.release_where(|key| key.is_some_and(|key| given_back.contains(key))));
+        }
+    }
+
+    /// These receipts are void. What was not started is dropped, and takes what waits behind it with
+    /// it: those are returned as given back. What runs is left to finish.
+    pub(crate) fn lose(&mut self, receipts: &[Receipt]) -> Vec<Settlement> {
+        let lost: HashSet<_> = receipts.iter().copied().collect();
+        let mut keys = HashSet::new();
+        for queue in &mut self.queues {
+            queue.retain(|delivery| {
+                if !lost.contains(&delivery.receipt) {
+                    return true;
+                }
+                keys.extend(delivery.event.key.clone());
+                if let Some(gone) = self.in_hand.remove(&delivery.receipt) {
+                    self.bytes -= gone.bytes;
+                }
+                false
+            });
+        }
+        if self.ordering == Ordering::Unordered || keys.is_empty() {
+            return Vec::new();
+        }
+        self.release_where(|key| key.is_some_and(|key| keys.contains(key)))
+    }
+
+    /// Every receipt is void: the source broke.
+    pub(crate) fn lose_all(&mut self) {
+        for queue in &mut self.queues {
+            for delivery in queue.drain(..) {
+                if let Some(gone) = self.in_hand.remove(&delivery.receipt) {
+                    self.bytes -= gone.bytes;
+                }
+            }
+        }
+    }
+
+    /// Gives back everything that no lane has started.
+    pub(crate) fn release_waiting(&mut self) -> Vec<Settlement> {
+        self.release_where(|_| true)
+    }
+
+    fn release_where(&mut self, condition: impl Fn(Option<&Bytes>) -> bool) -> Vec<Settlement> {
+        let mut released = Vec::new();
+        for index in 0..self.queues.len() {
+            let (out, kept): (VecDeque<_>, VecDeque<_>) = self.queues[index]
+                .drain(..)
+                .partition(|delivery| condition(delivery.event.key.as_ref()));
+            self.queues[index] = kept;
+            for delivery in out {
+                self.remove(delivery.receipt);
+                released.push(delivery.release(None));
+            }
+        }
+        released
+    }
+
+    fn remove(&mut self, receipt: Receipt) -> Option<InHand> {
+        let gone = self.in_hand.remove(&receipt)?;
+        self.bytes -= gone.bytes;
+        Some(gone)
+    }
+
+    /// Same key, same lane. An event without a key is ordered with nothing: it goes round.
+    fn queue_of(&mut self, key: Option<&[u8]>) -> usize {
+        let queues = self.queues.len();
+        match key {
+            Some(key) if queues > 1 => {
+                let mut hasher = DefaultHasher::new();
+                key.hash(&mut hasher);
+                (hasher.finish() % queues as u64) as usize
+            }
+            Some(_) => 0,
+            None => {
+                self.next_lane = (self.next_lane + 1) % queues;
+                self.next_lane
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::RawEvent;
+
+    fn delivery(receipt: u64, key: &'static str) -> Delivery {
+        let key = (!key.is_empty()).then(|| Bytes::from_static(key.as_bytes()));
+        Delivery::new(
+            Receipt(receipt),
+            RawEvent {
+                key,
+                payload: Some("1234567890".into()),
+                ..Default::default()
+            },
+        )
+    }
+
+    fn receipts(settlements: &[Settlement]) -> Vec<u64> {
+        settlements.iter().map(|s| s.receipt.0).collect()
+    }
+
+    #[test]
+    fn it_is_bounded_by_count_and_by_bytes() {
+        let mut window = Window::new(Ordering::Unordered, 2, 1, 3, 25);
+        window.admit(vec![delivery(1, ""), delivery(2, "")]);
+        assert_eq!(window.room(), 1);
+        window.admit(vec![delivery(3, "")]);
+        assert_eq!(window.room(), 0);
+        let (lane, mut work) = window.assign().unwrap();
+        let mut done = vec![work.remove(0).ack()];
+        window.finish(lane, &mut done);
+        assert_eq!(
+            window.room(),
+            1,
+            "two of three in hand, twenty of twenty-five bytes"
+        );
+    }
+
+    #[test]
+    fn unordered_work_goes_to_any_idle_lane_in_batches() {
+        let mut window = Window::new(Ordering::Unordered, 2, 2, 10, 1000);
+        window.admit((1..=5).map(|n| delivery(n, "k")).collect());
+        let sizes: Vec<_> = std::iter::from_fn(|| window.assign())
+            .map(|(lane, work)| (lane, work.len()))
+            .collect();
+        assert_eq!(sizes, [(0, 2), (1, 2)], "both lanes are busy, one delivery waits");
+    }
+
+    #[test]
+    fn a_key_stays_with_its_lane_and_runs_one_batch_at_a_time() {
+        let mut window = Window::new(Ordering::PerKey, 4, 1, 10, 1000);
+        window.admit((1..=3).map(|n| delivery(n, "k")).collect());
+        let (lane, mut work) = window.assign().unwrap();
+        assert!(window.assign().is_none(), "the key's lane is busy");
+        let mut done = vec![work.remove(0).ack()];
+        window.finish(lane, &mut done);
+        assert_eq!(window.assign().map(|(l, w)| (l, w[0].receipt.0)), Some((lane, 2)));
+    }
+
+    #[test]
+    fn what_waits_behind_a_given_back_event_goes_back_with_it() {
+        let mut window = Window::new(Ordering::PerKey, 1, 1, 10, 1000);
+        window.admit(vec![
+            delivery(1, "a"),
+            delivery(2, "b"),
+            delivery(3, "a"),
+            delivery(4, ""),
+        ]);
+        let (lane, mut work) = window.assign().unwrap();
+        let mut settlements = vec![work.remove(0).release(None)];
+        window.finish(lane, &mut settlements);
+        assert_eq!(receipts(&settlements), [1, 3]);
+        assert_eq!(window.in_hand.len(), 2);
+    }
+
+    #[test]
+    fn lost_deliveries_are_not_started_and_take_their_followers_along() {
+        let mut window = Window::new(Ordering::PerKey, 1, 1, 10, 1000);
+        window.admit(vec![
+            delivery(1, "a"),
+            delivery(2, "a"),
+            delivery(3, "a"),
+            delivery(4, "b"),
+        ]);
+        let (lane, work) = window.assign().unwrap();
+        assert_eq!(receipts(&window.lose(&[Receipt(1), Receipt(2)])), [3]);
+        assert_eq!(window.in_hand.len(), 2, "the running one and key b");
+        let mut done: Vec<_> = work.into_iter().map(Delivery::ack).collect();
+        window.finish(lane, &mut done);
+        assert_eq!(window.assign().map(|(_, w)| w[0].receipt.0), Some(4));
+        window.lose_all();
+        assert_eq!(window.in_hand.len(), 1);
+    }
+}

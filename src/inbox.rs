@@ -1,0 +1,326 @@
+//! The table of held events as a source, and as a durable queue of its own.
+//!
+//! Every consumer reads its held events through an [`InboxSource`]. With it as a consumer's only
+//! source, and [`Queue`] to fill it, the framework runs with no broker at all.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::Database;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+
+use crate::event::{EventKey, Identity, IdentityError, IdentityRules, RawEvent};
+use crate::source::{
+    Capabilities, Delivery, Incoming, Plan, Receipt, Redelivery, Settle, Settlement, Source, SourceError,
+    SourceHealth,
+};
+use crate::store::{Inbox, Lease, Parked, ParkedAs, StoreError};
+
+/// How often the table is asked for due events when it had none.
+const POLL: Duration = Duration::from_millis(500);
+
+/// Puts events into a consumer's inbox, to be run as soon as possible.
+#[derive(Debug, Clone)]
+pub struct Queue<S> {
+    store: S,
+    consumer: String,
+    identity: IdentityRules,
+}
+
+/// What enqueuing did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Enqueued {
+    /// It is in the queue.
+    New,
+    /// An event of this identity is in the queue, or dead, already.
+    Held,
+}
+
+impl<S: Inbox> Queue<S> {
+    /// The queue of this consumer.
+    pub fn new(store: S, consumer: impl Into<String>) -> Self {
+        Self {
+            store,
+            consumer: consumer.into(),
+            identity: IdentityRules::auto(),
+        }
+    }
+
+    /// How events are identified. Default: [`IdentityRules::auto`].
+    pub fn identity(mut self, rules: IdentityRules) -> Self {
+        self.identity = rules;
+        self
+    }
+
+    /// Enqueues an event, durably. Repeating it is harmless: an event that is held is not added
+    /// again, and one that was processed is found out when it is its turn.
+    pub async fn enqueue(&self, event: RawEvent) -> Result<Enqueued, QueueError> {
+        let identity = self.identity.identify(&event).map_err(QueueError::Identity)?;
+        let parked = self.parked(&event, &identity);
+        self.store
+            .enqueue(&parked)
+            .await
+            .map(Enqueued::from_new)
+            .map_err(QueueError::Store)
+    }
+
+    /// Enqueues an event in a transaction of yours: it is there if and only if that commits.
+    pub async fn enqueue_in(
+        &self,
+        conn: &mut <S::Db as Database>::Connection,
+        event: RawEvent,
+    ) -> Result<Enqueued, QueueError> {
+        let identity = self.identity.identify(&event).map_err(QueueError::Identity)?;
+        let parked = self.parked(&event, &identity);
+        self.store
+            .enqueue_in(conn, &parked)
+            .await
+            .map(Enqueued::from_new)
+            .map_err(QueueError::Store)
+    }
+
+    fn parked<'a>(&'a self, event: &'a RawEvent, identity: &'a Identity) -> Parked<'a> {
+        Parked {
+            consumer: &self.consumer,
+            key: Some((
+                EventKey::of_event(&self.consumer, &identity.source, &identity.id),
+                identity,
+            )),
+            event,
+            becomes: ParkedAs::Ready {
+                after: Duration::ZERO,
+            },
+            failures: &[],
+            escaped: false,
+        }
+    }
+}
+
+impl Enqueued {
+    fn from_new(new: bool) -> Self {
+        if new { Self::New } else { Self::Held }
+    }
+}
+
+/// Why an event was not enqueued. Nothing was stored.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    /// It has no usable identity, so it could not be told from a repeat.
+    #[error("the event was not enqueued: {0}")]
+    Identity(#[source] IdentityError),
+    /// The database refused or does not answer.
+    #[error("the event was not enqueued: {0}")]
+    Store(#[source] StoreError),
+}
+
+/// Reads a consumer's held events: delayed retries, replayed letters, the embedded queue.
+///
+/// An event is leased while it runs, and the lease is renewed every third of its time, by the
+/// database's clock; when a process dies, its leases run out and others take over.
+pub struct InboxSource<S> {
+    store: S,
+    consumer: String,
+    lease: Duration,
+    leased: Arc<Mutex<Leased>>,
+    next_poll: Instant,
+    renewal: Option<JoinHandle<()>>,
+    stopped: Option<CancellationToken>,
+    problem: Arc<Mutex<Option<String>>>,
+}
+
+#[derive(Default)]
+struct Leased {
+    next_receipt: u64,
+    held: HashMap<Receipt, Lease>,
+    /// Leases that a renewal found to be somebody else's.
+    lost: Vec<Receipt>,
+}
+
+impl<S: Inbox> InboxSource<S> {
+    /// The held events of this consumer.
+    pub fn new(store: S, consumer: impl Into<String>) -> Self {
+        Self {
+            store,
+            consumer: consumer.into(),
+            lease: Duration::from_secs(30),
+            leased: Arc::default(),
+            next_poll: Instant::now(),
+            renewal: None,
+            stopped: None,
+            problem: Arc::default(),
+        }
+    }
+
+    /// How long an event stays leased to a process that has died. Default 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    fn deliver(&mut self, held: Vec<crate::store::HeldEvent>) -> Vec<Delivery> {
+        let mut leased = lock(&self.leased);
+        held.into_iter()
+            .map(|held| {
+                leased.next_receipt += 1;
+                let receipt = Receipt(leased.next_receipt);
+                leased.held.insert(receipt, held.lease.clone());
+                let redelivery = if held.released_by_timeout {
+                    Redelivery::Yes
+                } else {
+                    Redelivery::No
+                };
+                let mut delivery = Delivery::new(receipt, held.event).with_redelivery(redelivery);
+                delivery.held = Some(held.lease);
+                delivery
+            })
+            .collect()
+    }
+
+    async fn give_back(&self, leases: &[Lease], after: Duration) -> Result<(), SourceError> {
+        if leases.is_empty() {
+            return Ok(());
+        }
+        self.store.release_leased(leases, after).await.map_err(|e| {
+            // Their leases run out: they come again, only later.
+            SourceError::broken(e)
+        })
+    }
+}
+
+#[async_trait]
+impl<S: Inbox> Source for InboxSource<S> {
+    async fn start(&mut self, _plan: &Plan) -> Result<(), SourceError> {
+        let (store, leased, lease) = (self.store.clone(), self.leased.clone(), self.lease);
+        if let Some(old) =
+            self.renewal
+                .replace(tokio::spawn(renew(store, leased, lease, self.problem.clone())))
+        {
+            old.abort();
+        }
+        Ok(())
+    }
+
+    async fn receive(&mut self, max: usize) -> Result<Incoming, SourceError> {
+        loop {
+            {
+                let mut leased = lock(&self.leased);
+                if !leased.lost.is_empty() {
+                    let lost = std::mem::take(&mut leased.lost);
+                    return Ok(Incoming::Lost(lost));
+                }
+                if self.stopped.is_some() && leased.held.is_empty() {
+                    return Ok(Incoming::Closed);
+                }
+            }
+            // Looking at the clock is what a cancelled receive loses, and nothing else.
+            sleep_until(self.next_poll).await;
+            if self.stopped.is_some() {
+                self.next_poll = Instant::now() + Duration::from_millis(20);
+                continue;
+            }
+            let (store, consumer, lease) = (self.store.clone(), self.consumer.clone(), self.lease);
+            let held = store.lease(&consumer, max, lease).await.map_err(|e| {
+                *lock(&self.problem) = Some(e.to_string());
+                SourceError::broken(e)
+            })?;
+            *lock(&self.problem) = None;
+            if held.is_empty() {
+                self.next_poll = Instant::now() + POLL;
+                continue;
+            }
+            return Ok(Incoming::Deliveries(self.deliver(held)));
+        }
+    }
+
+    async fn settle(&mut self, settlements: Vec<Settlement>) -> Result<(), SourceError> {
+        // What was done was finished by its own transaction: an ack has nothing left to do.
+        let mut back: HashMap<Duration, Vec<Lease>> = HashMap::new();
+        for settlement in settlements {
+            let Some(lease) = lock(&self.leased).held.remove(&settlement.receipt) else {
+                continue;
+            };
+            if let Settle::Release { after } = settlement.verdict {
+                back.entry(after.unwrap_or_default()).or_default().push(lease);
+            }
+        }
+        for (after, leases) in back {
+            self.give_back(&leases, after).await?;
+        }
+        Ok(())
+    }
+
+    async fn pause(&mut self) -> Result<(), SourceError> {
+        // Nothing is buffered here, and there is no database to tell.
+        Ok(())
+    }
+
+    async fn stop(&mut self) -> Result<(), SourceError> {
+        self.stopped = Some(CancellationToken::new());
+        self.next_poll = Instant::now();
+        Ok(())
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            marks_redelivery: true,
+            delays_release: true,
+            reads_inbox: true,
+            ..Capabilities::of("onlyonce")
+        }
+    }
+
+    fn health(&self) -> SourceHealth {
+        match &*lock(&self.problem) {
+            None => SourceHealth::up(),
+            Some(problem) => SourceHealth::down(problem.clone()),
+        }
+    }
+}
+
+impl<S> Drop for InboxSource<S> {
+    fn drop(&mut self) {
+        if let Some(renewal) = &self.renewal {
+            renewal.abort();
+        }
+    }
+}
+
+/// Renews what is leased, every third of the lease, and notes what turned out to be lost.
+async fn renew<S: Inbox>(
+    store: S,
+    leased: Arc<Mutex<Leased>>,
+    lease: Duration,
+    problem: Arc<Mutex<Option<String>>>,
+) {
+    loop {
+        tokio::time::sleep(lease / 3).await;
+        let held: Vec<(Receipt, Lease)> = lock(&leased).held.iter().map(|(r, l)| (*r, l.clone())).collect();
+        if held.is_empty() {
+            continue;
+        }
+        let leases: Vec<Lease> = held.iter().map(|(_, lease)| lease.clone()).collect();
+        match store.renew(&leases, lease).await {
+            Ok(ours) => {
+                *lock(&problem) = None;
+                let mut leased = lock(&leased);
+                for (receipt, lease) in held {
+                    // Finished rows are gone as well; their settlement is on its way and changes nothing.
+                    if !ours.contains(&lease.id) && leased.held.remove(&receipt).is_some() {
+                        leased.lost.push(receipt);
+                    }
+                }
+            }
+            // Try again at the next third; if the lease runs out meanwhile, the token decides.
+            Err(e) => *lock(&problem) = Some(format!("leases are not renewed: {e}")),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // The maps are changed by single inserts and removes: a panic leaves them whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,9 @@
+//! One file per row of the README's promise table, each on every store where it can differ. What
+//! happened is always read over a second connection, never over the consumer's own.
+#![allow(clippy::unwrap_used)]
+
+mod stage;
+
+mod g1_one_transaction;
+mod g3_duplicates;
+mod g4_failures;
