@@ -8,7 +8,9 @@ on_each_store!(effects_and_claims_are_there_together, a_failed_run_leaves_neithe
 
 async fn effects_and_claims_are_there_together<S: TestStore>(stage: Stage<S>) {
     let (handler, runs) = Scripted::applies(&stage);
-    let report = deliver(stage.consumer("c").handler(handler), events(20)).await.unwrap();
+    let report = deliver(stage.consumer("c").handler(handler), events(20))
+        .await
+        .unwrap();
     assert_eq!(report.acked, 20);
     assert_eq!(runs.total(), 20);
     assert_eq!(stage.effects().await.len(), 20);
@@ -19,7 +21,9 @@ async fn effects_and_claims_are_there_together<S: TestStore>(stage: Stage<S>) {
 
 async fn a_failed_run_leaves_neither<S: TestStore>(stage: Stage<S>) {
     let (handler, _) = Scripted::new(&stage, |_, _| Act::Fail("no".into()));
-    deliver(stage.consumer("c").handler(handler), events(3)).await.unwrap();
+    deliver(stage.consumer("c").handler(handler), events(3))
+        .await
+        .unwrap();
     assert_eq!(stage.effects().await.len(), 0);
     assert_eq!(stage.processed("c").await, []);
     assert_eq!(stage.held().await.len(), 3, "each is a dead letter");

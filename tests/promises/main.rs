@@ -2,6 +2,7 @@
 //! happened is always read over a second connection, never over the consumer's own.
 #![allow(clippy::unwrap_used)]
 
+#[macro_use]
 mod stage;
 
 mod g1_one_transaction;

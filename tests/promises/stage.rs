@@ -7,52 +7,58 @@ use std::time::Duration;
 
 use onlyonce::consumer::ConsumerBuilder;
 use onlyonce::event::RawEvent;
-use onlyonce::store::{Inbox, Operations, PostgresStore, SqliteStore};
+#[cfg(feature = "sqlite")]
+use onlyonce::store::SqliteStore;
+use onlyonce::store::{Inbox, Operations, PostgresStore};
 use onlyonce::{Bytes, Consumer, Context, Event, Handler, HandlerError, RetryPolicy, async_trait};
 use sqlx::{AssertSqlSafe, Connection, Database, PgConnection, PgPool, Row, SqlitePool};
 
 /// A store that tests know how to look into.
 #[async_trait]
-pub trait TestStore: Inbox + Operations {
+pub(crate) trait TestStore: Inbox + Operations {
     /// A migrated store in a database (or schema) of its own, with the table `effects`.
     async fn fresh() -> Option<Stage<Self>>;
 
     /// The handler's write.
-    async fn write(conn: &mut <Self::Db as Database>::Connection, schema: &str, id: &str) -> sqlx::Result<()>;
+    async fn write(conn: &mut <Self::Db as Database>::Connection, schema: &str, id: &str)
+    -> sqlx::Result<()>;
 
     /// Runs any SQL in the handler's transaction.
     async fn raw(conn: &mut <Self::Db as Database>::Connection, sql: String) -> sqlx::Result<()>;
 }
 
 /// One test's database, seen from outside.
-pub struct Stage<S> {
-    pub store: S,
-    pub schema: String,
-    pub eyes: Eyes,
+pub(crate) struct Stage<S> {
+    pub(crate) store: S,
+    pub(crate) schema: String,
+    pub(crate) eyes: Eyes,
 }
 
 /// A second connection to the same data.
-pub enum Eyes {
+pub(crate) enum Eyes {
     Postgres(PgPool),
     Sqlite(SqlitePool, #[allow(dead_code)] tempfile::TempDir),
 }
 
 /// A row of `inbox`, as far as tests look at it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HeldRow {
-    pub event_id: Option<String>,
-    pub state: String,
-    pub reason: Option<String>,
-    pub attempts: i64,
-    pub payload: Option<Vec<u8>>,
-    pub copy_payload: Option<Vec<u8>>,
-    pub failures: String,
+pub(crate) struct HeldRow {
+    pub(crate) event_id: Option<String>,
+    pub(crate) state: String,
+    pub(crate) reason: Option<String>,
+    pub(crate) attempts: i64,
+    pub(crate) payload: Option<Vec<u8>>,
+    pub(crate) copy_payload: Option<Vec<u8>>,
+    pub(crate) failures: String,
 }
 
-pub fn postgres_url() -> Option<String> {
+pub(crate) fn postgres_url() -> Option<String> {
     let url = std::env::var("ONLYONCE_POSTGRES_URL").ok();
     if url.is_none() {
-        assert!(std::env::var("ONLYONCE_REQUIRE_SERVICES").is_err(), "ONLYONCE_POSTGRES_URL is not set");
+        assert!(
+            std::env::var("ONLYONCE_REQUIRE_SERVICES").is_err(),
+            "ONLYONCE_POSTGRES_URL is not set"
+        );
         println!("skipped: ONLYONCE_POSTGRES_URL is not set (scripts/services up postgres)");
     }
     url
@@ -67,12 +73,19 @@ impl TestStore for PostgresStore {
     async fn fresh() -> Option<Stage<Self>> {
         let url = postgres_url()?;
         let schema = unique();
-        let store = onlyonce::store::postgres::PostgresOptions::new(&url).schema(&schema).connect().unwrap();
+        let store = onlyonce::store::postgres::PostgresOptions::new(&url)
+            .schema(&schema)
+            .connect()
+            .unwrap();
         store.migrate().await.unwrap();
         let eyes = PgPool::connect(&url).await.unwrap();
         let sql = format!("CREATE TABLE {schema}.effects (n bigserial PRIMARY KEY, id text NOT NULL)");
         sqlx::raw_sql(AssertSqlSafe(sql)).execute(&eyes).await.unwrap();
-        Some(Stage { store, schema, eyes: Eyes::Postgres(eyes) })
+        Some(Stage {
+            store,
+            schema,
+            eyes: Eyes::Postgres(eyes),
+        })
     }
 
     async fn write(conn: &mut PgConnection, schema: &str, id: &str) -> sqlx::Result<()> {
@@ -87,6 +100,7 @@ impl TestStore for PostgresStore {
     }
 }
 
+#[cfg(feature = "sqlite")]
 #[async_trait]
 impl TestStore for SqliteStore {
     async fn fresh() -> Option<Stage<Self>> {
@@ -95,12 +109,22 @@ impl TestStore for SqliteStore {
         let store = SqliteStore::connect(path.to_str().unwrap()).await.unwrap();
         store.migrate().await.unwrap();
         let eyes = SqlitePool::connect(path.to_str().unwrap()).await.unwrap();
-        sqlx::raw_sql("CREATE TABLE effects (n INTEGER PRIMARY KEY, id TEXT NOT NULL)").execute(&eyes).await.unwrap();
-        Some(Stage { store, schema: String::new(), eyes: Eyes::Sqlite(eyes, dir) })
+        sqlx::raw_sql("CREATE TABLE effects (n INTEGER PRIMARY KEY, id TEXT NOT NULL)")
+            .execute(&eyes)
+            .await
+            .unwrap();
+        Some(Stage {
+            store,
+            schema: String::new(),
+            eyes: Eyes::Sqlite(eyes, dir),
+        })
     }
 
     async fn write(conn: &mut sqlx::SqliteConnection, _schema: &str, id: &str) -> sqlx::Result<()> {
-        sqlx::query("INSERT INTO effects (id) VALUES (?)").bind(id).execute(conn).await?;
+        sqlx::query("INSERT INTO effects (id) VALUES (?)")
+            .bind(id)
+            .execute(conn)
+            .await?;
         Ok(())
     }
 
@@ -112,18 +136,24 @@ impl TestStore for SqliteStore {
 
 impl<S: TestStore> Stage<S> {
     /// A consumer of this stage with a policy that has no delays, so that tests wait for nothing.
-    pub fn consumer(&self, name: &str) -> ConsumerBuilder<S> {
+    pub(crate) fn consumer(&self, name: &str) -> ConsumerBuilder<S> {
         Consumer::builder(name, self.store.clone()).retry(RetryPolicy::none())
     }
 
     /// How often each event was applied.
-    pub async fn effects(&self) -> HashMap<String, usize> {
+    pub(crate) async fn effects(&self) -> HashMap<String, usize> {
         let ids: Vec<String> = match &self.eyes {
             Eyes::Postgres(pool) => {
                 let sql = format!("SELECT id FROM {}.effects", self.schema);
-                sqlx::query_scalar(AssertSqlSafe(sql)).fetch_all(pool).await.unwrap()
+                sqlx::query_scalar(AssertSqlSafe(sql))
+                    .fetch_all(pool)
+                    .await
+                    .unwrap()
             }
-            Eyes::Sqlite(pool, _) => sqlx::query_scalar("SELECT id FROM effects").fetch_all(pool).await.unwrap(),
+            Eyes::Sqlite(pool, _) => sqlx::query_scalar("SELECT id FROM effects")
+                .fetch_all(pool)
+                .await
+                .unwrap(),
         };
         let mut effects = HashMap::new();
         for id in ids {
@@ -133,7 +163,7 @@ impl<S: TestStore> Stage<S> {
     }
 
     /// The ids of the claims of this consumer, with their outcome.
-    pub async fn processed(&self, consumer: &str) -> Vec<(String, String)> {
+    pub(crate) async fn processed(&self, consumer: &str) -> Vec<(String, String)> {
         let order = "ORDER BY event_id";
         match &self.eyes {
             Eyes::Postgres(pool) => {
@@ -141,19 +171,27 @@ impl<S: TestStore> Stage<S> {
                     "SELECT event_id, outcome FROM {}.processed_events WHERE kind = 'event' AND consumer = $1 {order}",
                     self.schema
                 );
-                sqlx::query_as(AssertSqlSafe(sql)).bind(consumer).fetch_all(pool).await.unwrap()
+                sqlx::query_as(AssertSqlSafe(sql))
+                    .bind(consumer)
+                    .fetch_all(pool)
+                    .await
+                    .unwrap()
             }
             Eyes::Sqlite(pool, _) => {
                 let sql = format!(
                     "SELECT event_id, outcome FROM onlyonce_processed_events WHERE kind = 'event' AND consumer = ? {order}"
                 );
-                sqlx::query_as(AssertSqlSafe(sql)).bind(consumer).fetch_all(pool).await.unwrap()
+                sqlx::query_as(AssertSqlSafe(sql))
+                    .bind(consumer)
+                    .fetch_all(pool)
+                    .await
+                    .unwrap()
             }
         }
     }
 
     /// The rows of `inbox`, oldest first.
-    pub async fn held(&self) -> Vec<HeldRow> {
+    pub(crate) async fn held(&self) -> Vec<HeldRow> {
         let columns = "event_id, state, reason, CAST(attempts AS BIGINT), payload, copy_payload, CAST(failures AS TEXT)";
         macro_rules! rows {
             ($rows:expr) => {
@@ -184,20 +222,23 @@ impl<S: TestStore> Stage<S> {
     }
 
     /// Runs SQL from outside.
-    pub async fn execute(&self, postgres: &str, sqlite: &str) {
+    pub(crate) async fn execute(&self, postgres: &str, sqlite: &str) {
         match &self.eyes {
             Eyes::Postgres(pool) => {
                 let sql = postgres.replace("{s}", &self.schema);
                 sqlx::raw_sql(AssertSqlSafe(sql)).execute(pool).await.unwrap();
             }
             Eyes::Sqlite(pool, _) => {
-                sqlx::raw_sql(AssertSqlSafe(sqlite.to_owned())).execute(pool).await.unwrap();
+                sqlx::raw_sql(AssertSqlSafe(sqlite.to_owned()))
+                    .execute(pool)
+                    .await
+                    .unwrap();
             }
         }
     }
 
     /// Drops what the test has made; a test that fails leaves its schema to look into.
-    pub async fn end(self) {
+    pub(crate) async fn end(self) {
         if let Eyes::Postgres(pool) = &self.eyes {
             let sql = format!("DROP SCHEMA {} CASCADE", self.schema);
             sqlx::raw_sql(AssertSqlSafe(sql)).execute(pool).await.unwrap();
@@ -209,7 +250,7 @@ impl<S: TestStore> Stage<S> {
 type Script<S> = dyn Fn(u32, &Event<Bytes>) -> Act<S> + Send + Sync;
 
 /// What the scripted handler does in one run.
-pub enum Act<S: TestStore> {
+pub(crate) enum Act<S: TestStore> {
     /// Write the effect and succeed.
     Apply,
     /// Write the effect and fail.
@@ -227,47 +268,54 @@ pub enum Act<S: TestStore> {
 }
 
 /// A handler that writes one effect per run and then does what its script says. It counts its runs.
-pub struct Scripted<S: TestStore> {
-    pub schema: String,
-    pub runs: Arc<Runs>,
+pub(crate) struct Scripted<S: TestStore> {
+    pub(crate) schema: String,
+    pub(crate) runs: Arc<Runs>,
     script: Box<Script<S>>,
 }
 
 /// How often the handler was entered, in all and per event id.
 #[derive(Default)]
-pub struct Runs {
+pub(crate) struct Runs {
     total: AtomicU32,
     running: AtomicU32,
     most_at_once: AtomicU32,
     by_id: Mutex<HashMap<String, u32>>,
-    pub entered: tokio::sync::Notify,
+    pub(crate) entered: tokio::sync::Notify,
 }
 
 impl Runs {
-    pub fn total(&self) -> u32 {
+    pub(crate) fn total(&self) -> u32 {
         self.total.load(Ordering::SeqCst)
     }
 
-    pub fn of(&self, id: &str) -> u32 {
+    pub(crate) fn of(&self, id: &str) -> u32 {
         self.by_id.lock().unwrap().get(id).copied().unwrap_or(0)
     }
 
-    pub fn most_at_once(&self) -> u32 {
+    pub(crate) fn most_at_once(&self) -> u32 {
         self.most_at_once.load(Ordering::SeqCst)
     }
 }
 
 impl<S: TestStore> Scripted<S> {
-    pub fn new(
+    pub(crate) fn new(
         stage: &Stage<S>,
         script: impl Fn(u32, &Event<Bytes>) -> Act<S> + Send + Sync + 'static,
     ) -> (Self, Arc<Runs>) {
         let runs = Arc::new(Runs::default());
-        (Self { schema: stage.schema.clone(), runs: runs.clone(), script: Box::new(script) }, runs)
+        (
+            Self {
+                schema: stage.schema.clone(),
+                runs: runs.clone(),
+                script: Box::new(script),
+            },
+            runs,
+        )
     }
 
     /// A handler that always succeeds.
-    pub fn applies(stage: &Stage<S>) -> (Self, Arc<Runs>) {
+    pub(crate) fn applies(stage: &Stage<S>) -> (Self, Arc<Runs>) {
         Self::new(stage, |_, _| Act::Apply)
     }
 }
@@ -318,7 +366,6 @@ impl<S: TestStore> Handler<S::Db> for Scripted<S> {
 }
 
 /// Makes one test per store of each async function `fn name<S: TestStore>(stage: Stage<S>)`.
-#[macro_export]
 macro_rules! on_each_store {
     ($($name:ident),* $(,)?) => {
         mod postgres {
@@ -329,6 +376,7 @@ macro_rules! on_each_store {
                 }
             })*
         }
+        #[cfg(feature = "sqlite")]
         mod sqlite {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
@@ -341,19 +389,23 @@ macro_rules! on_each_store {
 }
 
 /// `n` events with ids `e0`, `e1`, ..
-pub fn events(n: usize) -> Vec<RawEvent> {
-    (0..n).map(|i| onlyonce::testing::event(format!("e{i}"), format!("{{\"n\":{i}}}"))).collect()
+pub(crate) fn events(n: usize) -> Vec<RawEvent> {
+    (0..n)
+        .map(|i| onlyonce::testing::event(format!("e{i}"), format!("{{\"n\":{i}}}")))
+        .collect()
 }
 
 /// The longest a test waits for something that should happen at once.
-pub const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// Fails the test when something that must happen does not.
-pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(SOON, future).await.unwrap_or_else(|_| panic!("{what} did not happen within {SOON:?}"))
+pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(SOON, future)
+        .await
+        .unwrap_or_else(|_| panic!("{what} did not happen within {SOON:?}"))
 }
 
 /// A connection of its own, for tests that need to hold something open.
-pub async fn postgres_connection() -> Option<PgConnection> {
+pub(crate) async fn postgres_connection() -> Option<PgConnection> {
     Some(PgConnection::connect(&postgres_url()?).await.unwrap())
 }
