@@ -10,15 +10,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::Database;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::event::{EventKey, Identity, IdentityError, IdentityRules, RawEvent};
 use crate::source::{
     Capabilities, Delivery, Incoming, Plan, Receipt, Redelivery, Settle, Settlement, Source, SourceError,
     SourceHealth,
 };
-use crate::store::{Inbox, Lease, Parked, ParkedAs, StoreError};
+use crate::store::{HeldEvent, Inbox, Lease, Parked, ParkedAs, StoreError};
 
 /// How often the table is asked for due events when it had none.
 const POLL: Duration = Duration::from_millis(500);
@@ -127,8 +126,11 @@ pub struct InboxSource<S> {
     lease: Duration,
     leased: Arc<Mutex<Leased>>,
     next_poll: Instant,
+    /// The query for due events runs in a task of its own: a `receive` that is dropped while it runs
+    /// would otherwise leave rows leased to nobody.
+    leasing: Option<JoinHandle<Result<Vec<HeldEvent>, StoreError>>>,
     renewal: Option<JoinHandle<()>>,
-    stopped: Option<CancellationToken>,
+    stopped: bool,
     problem: Arc<Mutex<Option<String>>>,
 }
 
@@ -149,8 +151,9 @@ impl<S: Inbox> InboxSource<S> {
             lease: Duration::from_secs(30),
             leased: Arc::default(),
             next_poll: Instant::now(),
+            leasing: None,
             renewal: None,
-            stopped: None,
+            stopped: false,
             problem: Arc::default(),
         }
     }
@@ -161,7 +164,7 @@ impl<S: Inbox> InboxSource<S> {
         self
     }
 
-    fn deliver(&mut self, held: Vec<crate::store::HeldEvent>) -> Vec<Delivery> {
+    fn deliver(&mut self, held: Vec<HeldEvent>) -> Vec<Delivery> {
         let mut leased = lock(&self.leased);
         held.into_iter()
             .map(|held| {
@@ -178,6 +181,19 @@ impl<S: Inbox> InboxSource<S> {
                 delivery
             })
             .collect()
+    }
+
+    /// Leases due events, or takes what the query begun by a dropped call has leased. Cancel-safe.
+    async fn due(&mut self, max: usize) -> Result<Vec<HeldEvent>, SourceError> {
+        let leasing = self.leasing.get_or_insert_with(|| {
+            let (store, consumer, lease) = (self.store.clone(), self.consumer.clone(), self.lease);
+            tokio::spawn(async move { store.lease(&consumer, max, lease).await })
+        });
+        let leased = leasing.await;
+        self.leasing = None;
+        let result = leased.map_err(SourceError::broken)?.map_err(SourceError::broken);
+        *lock(&self.problem) = result.as_ref().err().map(ToString::to_string);
+        result
     }
 
     async fn give_back(&self, leases: &[Lease], after: Duration) -> Result<(), SourceError> {
@@ -206,28 +222,23 @@ impl<S: Inbox> Source for InboxSource<S> {
 
     async fn receive(&mut self, max: usize) -> Result<Incoming, SourceError> {
         loop {
-            {
+            let nothing_leased = {
                 let mut leased = lock(&self.leased);
                 if !leased.lost.is_empty() {
-                    let lost = std::mem::take(&mut leased.lost);
-                    return Ok(Incoming::Lost(lost));
+                    return Ok(Incoming::Lost(std::mem::take(&mut leased.lost)));
                 }
-                if self.stopped.is_some() && leased.held.is_empty() {
-                    return Ok(Incoming::Closed);
-                }
+                leased.held.is_empty()
+            };
+            if self.stopped && nothing_leased {
+                return Ok(Incoming::Closed);
             }
-            // Looking at the clock is what a cancelled receive loses, and nothing else.
-            sleep_until(self.next_poll).await;
-            if self.stopped.is_some() {
-                self.next_poll = Instant::now() + Duration::from_millis(20);
+            if self.stopped {
+                // A renewal may find a lease lost; settlements end the loop's need to call this.
+                sleep(POLL).await;
                 continue;
             }
-            let (store, consumer, lease) = (self.store.clone(), self.consumer.clone(), self.lease);
-            let held = store.lease(&consumer, max, lease).await.map_err(|e| {
-                *lock(&self.problem) = Some(e.to_string());
-                SourceError::broken(e)
-            })?;
-            *lock(&self.problem) = None;
+            sleep_until(self.next_poll).await;
+            let held = self.due(max).await?;
             if held.is_empty() {
                 self.next_poll = Instant::now() + POLL;
                 continue;
@@ -259,9 +270,13 @@ impl<S: Inbox> Source for InboxSource<S> {
     }
 
     async fn stop(&mut self) -> Result<(), SourceError> {
-        self.stopped = Some(CancellationToken::new());
-        self.next_poll = Instant::now();
-        Ok(())
+        self.stopped = true;
+        if self.leasing.is_none() {
+            return Ok(());
+        }
+        // What the last query has leased was not handed out: it goes back at once.
+        let leases: Vec<Lease> = self.due(1).await?.into_iter().map(|held| held.lease).collect();
+        self.give_back(&leases, Duration::ZERO).await
     }
 
     fn capabilities(&self) -> Capabilities {

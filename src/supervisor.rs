@@ -48,7 +48,7 @@ struct Purge {
     batch: u32,
 }
 
-type Running = Pin<Box<dyn Future<Output = Result<(), RunError>> + Send>>;
+type Running<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// A consumer with its types forgotten.
 struct Member {
@@ -57,8 +57,8 @@ struct Member {
     max_connections: u32,
     connections: Vec<(&'static str, u32)>,
     health: Arc<ConsumerHealth>,
-    run: Box<dyn FnOnce(CancellationToken) -> Running + Send>,
-    purge: Box<dyn FnOnce(Purge) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send>,
+    run: Box<dyn FnOnce(CancellationToken) -> Running<Result<(), RunError>> + Send>,
+    purge: Box<dyn FnOnce(Purge) -> Running<()> + Send>,
 }
 
 impl Supervisor {
@@ -168,16 +168,16 @@ impl SupervisorBuilder {
                 ));
             }
         }
-        let mut pools: HashMap<usize, (u32, Vec<(&'static str, u32)>)> = HashMap::new();
+        let mut pools: HashMap<usize, Vec<&Member>> = HashMap::new();
         for member in &self.consumers {
-            let (max, parts) = pools
-                .entry(member.pool)
-                .or_insert((member.max_connections, Vec::new()));
-            *max = member.max_connections;
-            parts.extend(&member.connections);
+            pools.entry(member.pool).or_default().push(member);
         }
-        for (max, parts) in pools.values() {
-            check_connections(&mut problems, parts, *max);
+        for members in pools.values() {
+            let parts: Vec<_> = members
+                .iter()
+                .flat_map(|member| member.connections.clone())
+                .collect();
+            check_connections(&mut problems, &parts, members[0].max_connections);
         }
         if !problems.is_empty() {
             return Err(BuildError(problems));

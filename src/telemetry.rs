@@ -40,6 +40,7 @@ pub(crate) enum Outcome {
     Released,
 }
 
+#[cfg(feature = "metrics")]
 impl Outcome {
     pub(crate) const fn as_str(self) -> &'static str {
         match self {

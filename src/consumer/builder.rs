@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::gate::Gate;
 use super::lane::{BeginHook, Shared};
 use super::run::Shape;
-use super::{Consumer, OnMismatch, Ordering, RetryPolicy};
+use super::{Consumer, Held, OnMismatch, Ordering, RetryPolicy};
 use crate::event::IdentityRules;
 use crate::handler::{BatchHandler, BatchRunner, Handler, HandlerRunner, Run};
 use crate::health::ConsumerHealth;
@@ -27,7 +27,9 @@ pub struct ConsumerBuilder<S: Store> {
     name: String,
     store: S,
     source: Option<Box<dyn Source>>,
-    handler: Option<(Arc<dyn Run<S::Db>>, bool)>,
+    handler: Option<Arc<dyn Run<S::Db>>>,
+    /// The handler takes all events of a transaction at once.
+    handles_batches: bool,
     identity: IdentityRules,
     policy: RetryPolicy,
     ordering: Option<Ordering>,
@@ -55,6 +57,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             store,
             source: None,
             handler: None,
+            handles_batches: false,
             identity: IdentityRules::auto(),
             policy: RetryPolicy::default(),
             ordering: None,
@@ -84,13 +87,15 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
 
     /// What is done with each event. Required, unless there is a [`batch_handler`](Self::batch_handler).
     pub fn handler(mut self, handler: impl Handler<S::Db>) -> Self {
-        self.handler = Some((Arc::new(HandlerRunner::new(handler)), false));
+        self.handler = Some(Arc::new(HandlerRunner::new(handler)));
+        self.handles_batches = false;
         self
     }
 
     /// What is done with all new events of a transaction at once. Set [`batch`](Self::batch) as well.
     pub fn batch_handler(mut self, handler: impl BatchHandler<S::Db>) -> Self {
-        self.handler = Some((Arc::new(BatchRunner::new(handler)), true));
+        self.handler = Some(Arc::new(BatchRunner::new(handler)));
+        self.handles_batches = true;
         self
     }
 
@@ -306,11 +311,10 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             connections.push(("held lanes", held_lanes as u32));
         }
         check_connections(&mut problems.0, &connections, self.store.max_connections());
-        let (Some(source), Some((handler, handles_batches)), true) =
-            (self.source, self.handler, problems.0.is_empty())
-        else {
+        let (Some(source), Some(handler), true) = (self.source, self.handler, problems.0.is_empty()) else {
             return Err(BuildError(problems.0));
         };
+        let handles_batches = self.handles_batches;
 
         let capabilities = source.capabilities();
         let ordering = self.ordering.unwrap_or(if capabilities.ordered {
@@ -379,11 +383,11 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
                 held.abort = main.abort.clone();
             }
             let window = held_lanes.saturating_mul(self.batch).saturating_mul(2);
-            (
-                held,
-                Box::new(inbox) as Box<dyn Source>,
-                shape(held_lanes, window, None),
-            )
+            Held {
+                shared: held,
+                source: Box::new(inbox),
+                shape: shape(held_lanes, window, None),
+            }
         });
         Ok(Consumer {
             shape: shape(lanes, window, self.stop_when_idle),

@@ -62,11 +62,18 @@ pub struct Consumer<S: Inbox + Operations> {
     source: Box<dyn Source>,
     shape: Shape,
     /// `None`: the source reads the held events itself.
-    held: Option<(Arc<Shared<S>>, Box<dyn Source>, Shape)>,
+    held: Option<Held<S>>,
     health: Arc<ConsumerHealth>,
     stop_timeout: Duration,
     dedup_window: Duration,
     connections: Vec<(&'static str, u32)>,
+}
+
+/// The second loop of a consumer, over its held events.
+struct Held<S: Inbox> {
+    shared: Arc<Shared<S>>,
+    source: Box<dyn Source>,
+    shape: Shape,
 }
 
 impl<S: Inbox + Operations> Consumer<S> {
@@ -136,8 +143,8 @@ impl<S: Inbox + Operations> Consumer<S> {
 
             let mut loops = JoinSet::new();
             loops.spawn(run(shared.clone(), source, shape, health.add_loop("main")));
-            if let Some((shared, source, shape)) = held {
-                loops.spawn(run(shared, source, shape, health.add_loop("held")));
+            if let Some(held) = held {
+                loops.spawn(run(held.shared, held.source, held.shape, health.add_loop("held")));
             }
             let mut result = Ok(());
             while let Some(ended) = loops.join_next().await {

@@ -21,7 +21,8 @@ impl EventKey {
         Self::digest("once", consumer, name, id)
     }
 
-    pub(crate) fn from_uuid(uuid: Uuid) -> Self {
+    /// The key that a table holds as this UUID.
+    pub fn from_uuid(uuid: Uuid) -> Self {
         Self(uuid)
     }
 

@@ -132,6 +132,16 @@ impl Parked<'_> {
     }
 }
 
+/// A leased row that this version can read. One that it cannot (written by a newer one, or by hand)
+/// stays leased until that runs out, is said out loud each time, and keeps no other row waiting.
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(crate) fn readable(consumer: &str, row: Result<HeldEvent, sqlx::Error>) -> Option<HeldEvent> {
+    row.inspect_err(
+        |error| tracing::error!(consumer, %error, "a held event cannot be read and is left alone"),
+    )
+    .ok()
+}
+
 /// The last resort for an event that the database refuses as it is: the body and its hash stay whole,
 /// everything else is reduced to text that any database holds.
 pub(crate) fn reduced(event: &RawEvent) -> RawEvent {

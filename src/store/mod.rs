@@ -2,7 +2,7 @@
 //!
 //! [`Store`] is the transaction: begin, claim, guard, commit. [`Inbox`] is the table of held events,
 //! [`Operations`] is what runs beside the work: schema, purge. A consumer needs all three; they are
-//! apart so that none of them is a giant. [`PostgresStore`] and [`SqliteStore`] implement them with
+//! apart so that none of them is a giant. `PostgresStore` and `SqliteStore` implement them with
 //! the same file names, statement for statement.
 
 mod claim;

@@ -11,7 +11,7 @@
 //! use onlyonce::{Bytes, Consumer, handler_fn};
 //!
 //! let dir = tempfile::tempdir()?;
-//! let store = SqliteStore::connect(dir.path().join("test.db")).await?;
+//! let store = SqliteStore::connect(&dir.path().join("test.db").display().to_string()).await?;
 //! store.migrate().await?;
 //! sqlx::raw_sql("CREATE TABLE seen (id TEXT)").execute(store.pool()).await?;
 //!

@@ -1,6 +1,6 @@
 //! One file per row of the README's promise table, each on every store where it can differ. What
 //! happened is always read over a second connection, never over the consumer's own.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 #[macro_use]
 mod stage;

@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::PostgresStore;
 use super::classify::{classify, classify_claim};
 use crate::event::{EventKey, Headers, Identity, Origin, RawEvent};
-use crate::store::held::reduced;
+use crate::store::held::{readable, reduced};
 use crate::store::{
     Backlog, Connection, HeldEvent, Inbox, Lease, Limits, Parked, ParkedAs, Parking, Store, StoreError,
     StoreErrorKind, Tx,
@@ -85,11 +85,10 @@ impl Inbox for PostgresStore {
             .fetch_all(&self.reserve)
             .await
             .map_err(|e| classify("leasing held events", e))?;
-        let mut held = rows
+        let mut held: Vec<_> = rows
             .iter()
-            .map(|row| held_event(row, token))
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|e| classify("reading held events", e))?;
+            .filter_map(|row| readable(consumer, held_event(row, token)))
+            .collect();
         held.sort_by_key(|h| h.lease.id);
         Ok(held)
     }

@@ -116,6 +116,8 @@ impl Operations for PostgresStore {
         let mut migrator = Migrator::with_migrations(migrations);
         migrator.dangerous_set_table_name(format!("{schema}.migrations"));
         migrator.set_locking(false);
+        // A newer program may have migrated further; whether this one can work with that is for `check` to say.
+        migrator.set_ignore_missing(true);
         migrator
             .run_direct(None, &mut *tx, false)
             .await

@@ -10,7 +10,7 @@ use uuid::Uuid;
 use super::classify::classify;
 use super::{SqliteStore, commit, sql};
 use crate::event::{EventKey, Headers, Identity, Origin, RawEvent};
-use crate::store::held::reduced;
+use crate::store::held::{readable, reduced};
 use crate::store::{
     Attempt, Backlog, Connection, HeldEvent, Inbox, Lease, Limits, Parked, ParkedAs, Parking, Store,
     StoreError, StoreErrorKind, Tx,
@@ -119,14 +119,9 @@ impl Inbox for SqliteStore {
             .fetch_all(&mut *tx)
             .await
             .map_err(leasing)?;
-        let mut held = rows
-            .iter()
-            .map(|row| held_event(row, token))
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(|e| classify("reading held events", e))?;
-        for event in &held {
+        for row in &rows {
             sqlx::query(sql::LEASE)
-                .bind(event.lease.id)
+                .bind(row.try_get::<i64, _>("id").map_err(leasing)?)
                 .bind(token)
                 .bind(micros(lease))
                 .execute(&mut *tx)
@@ -134,6 +129,10 @@ impl Inbox for SqliteStore {
                 .map_err(leasing)?;
         }
         commit(tx).await.map_err(leasing)?;
+        let mut held: Vec<_> = rows
+            .iter()
+            .filter_map(|row| readable(consumer, held_event(row, token)))
+            .collect();
         held.sort_by_key(|h| h.lease.id);
         Ok(held)
     }

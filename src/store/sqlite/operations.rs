@@ -152,6 +152,8 @@ impl SqliteStore {
         let mut migrator = Migrator::with_migrations(vec![init]);
         migrator.dangerous_set_table_name("onlyonce_migrations");
         migrator.set_locking(false);
+        // A newer program may have migrated further; whether this one can work with that is for `check` to say.
+        migrator.set_ignore_missing(true);
         migrator
             .run_direct(None, &mut *tx, false)
             .await

@@ -30,6 +30,10 @@ impl Store for SqliteStore {
         self.lanes.options().get_max_connections() + RESERVE
     }
 
+    fn pool_id(&self) -> usize {
+        std::sync::Arc::as_ptr(&self.writers) as usize
+    }
+
     fn max_useful_lanes(&self) -> Option<usize> {
         Some(1)
     }
