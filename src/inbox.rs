@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::Database;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -125,6 +126,8 @@ pub struct InboxSource<S> {
     consumer: String,
     lease: Duration,
     leased: Arc<Mutex<Leased>>,
+    /// Something was lost.
+    changed: Arc<Notify>,
     next_poll: Instant,
     /// The query for due events runs in a task of its own: a `receive` that is dropped while it runs
     /// would otherwise leave rows leased to nobody.
@@ -150,6 +153,7 @@ impl<S: Inbox> InboxSource<S> {
             consumer: consumer.into(),
             lease: Duration::from_secs(30),
             leased: Arc::default(),
+            changed: Arc::default(),
             next_poll: Instant::now(),
             leasing: None,
             renewal: None,
@@ -210,11 +214,14 @@ impl<S: Inbox> InboxSource<S> {
 #[async_trait]
 impl<S: Inbox> Source for InboxSource<S> {
     async fn start(&mut self, _plan: &Plan) -> Result<(), SourceError> {
-        let (store, leased, lease) = (self.store.clone(), self.leased.clone(), self.lease);
-        if let Some(old) =
-            self.renewal
-                .replace(tokio::spawn(renew(store, leased, lease, self.problem.clone())))
-        {
+        let renewal = Renewal {
+            store: self.store.clone(),
+            leased: self.leased.clone(),
+            lease: self.lease,
+            changed: self.changed.clone(),
+            problem: self.problem.clone(),
+        };
+        if let Some(old) = self.renewal.replace(tokio::spawn(renewal.run())) {
             old.abort();
         }
         Ok(())
@@ -222,6 +229,10 @@ impl<S: Inbox> Source for InboxSource<S> {
 
     async fn receive(&mut self, max: usize) -> Result<Incoming, SourceError> {
         loop {
+            let changed = self.changed.clone();
+            let changed = changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
             let nothing_leased = {
                 let mut leased = lock(&self.leased);
                 if !leased.lost.is_empty() {
@@ -232,12 +243,14 @@ impl<S: Inbox> Source for InboxSource<S> {
             if self.stopped && nothing_leased {
                 return Ok(Incoming::Closed);
             }
-            if self.stopped {
-                // A renewal may find a lease lost; settlements end the loop's need to call this.
-                sleep(POLL).await;
+            if max == 0 || self.stopped {
+                changed.await;
                 continue;
             }
-            sleep_until(self.next_poll).await;
+            tokio::select! {
+                () = changed => continue,
+                () = sleep_until(self.next_poll) => {}
+            }
             let held = self.due(max).await?;
             if held.is_empty() {
                 self.next_poll = Instant::now() + POLL;
@@ -305,33 +318,46 @@ impl<S> Drop for InboxSource<S> {
 }
 
 /// Renews what is leased, every third of the lease, and notes what turned out to be lost.
-async fn renew<S: Inbox>(
+struct Renewal<S> {
     store: S,
     leased: Arc<Mutex<Leased>>,
     lease: Duration,
+    changed: Arc<Notify>,
     problem: Arc<Mutex<Option<String>>>,
-) {
-    loop {
-        tokio::time::sleep(lease / 3).await;
-        let held: Vec<(Receipt, Lease)> = lock(&leased).held.iter().map(|(r, l)| (*r, l.clone())).collect();
-        if held.is_empty() {
-            continue;
-        }
-        let leases: Vec<Lease> = held.iter().map(|(_, lease)| lease.clone()).collect();
-        match store.renew(&leases, lease).await {
-            Ok(ours) => {
-                *lock(&problem) = None;
-                let mut leased = lock(&leased);
-                for (receipt, lease) in held {
-                    // Finished rows are gone as well; their settlement is on its way and changes nothing.
-                    if !ours.contains(&lease.id) && leased.held.remove(&receipt).is_some() {
-                        leased.lost.push(receipt);
-                    }
-                }
+}
+
+impl<S: Inbox> Renewal<S> {
+    async fn run(self) {
+        loop {
+            sleep(self.lease / 3).await;
+            let held: Vec<(Receipt, Lease)> = lock(&self.leased)
+                .held
+                .iter()
+                .map(|(receipt, lease)| (*receipt, lease.clone()))
+                .collect();
+            if held.is_empty() {
+                continue;
             }
-            // Try again at the next third; if the lease runs out meanwhile, the token decides.
-            Err(e) => *lock(&problem) = Some(format!("leases are not renewed: {e}")),
+            let leases: Vec<Lease> = held.iter().map(|(_, lease)| lease.clone()).collect();
+            match self.store.renew(&leases, self.lease).await {
+                Ok(ours) => self.note(&held, &ours),
+                // Try again at the next third; if the lease runs out meanwhile, the token decides.
+                Err(e) => *lock(&self.problem) = Some(format!("leases are not renewed: {e}")),
+            }
         }
+    }
+
+    /// Rows that are not ours any more were taken over, or finished a moment ago; for the latter the
+    /// settlement is on its way and changes nothing.
+    fn note(&self, held: &[(Receipt, Lease)], ours: &[i64]) {
+        *lock(&self.problem) = None;
+        let mut leased = lock(&self.leased);
+        for (receipt, lease) in held {
+            if !ours.contains(&lease.id) && leased.held.remove(receipt).is_some() {
+                leased.lost.push(*receipt);
+            }
+        }
+        self.changed.notify_waiters();
     }
 }
 

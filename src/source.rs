@@ -28,10 +28,12 @@ pub trait Source: Send + 'static {
 
     /// Waits for deliveries and returns at least one and at most `max` of them, or says what was lost.
     ///
+    /// With `max` 0 it waits for `Lost` and `Closed` alone and subscribes to nothing: the loop calls it
+    /// so while it has no room, while it is paused, and after `stop`.
+    ///
     /// Must be cancel-safe: the loop drops this future whenever something else is to be done, and
     /// nothing may be lost by that. An error means the source broke: every receipt it gave out is
-    /// void, and the next call rebuilds it (the loop waits with backoff between). A source that was
-    /// paused subscribes again.
+    /// void, and the next call rebuilds it (the loop waits with backoff between).
     async fn receive(&mut self, max: usize) -> Result<Incoming, SourceError>;
 
     /// Tells the broker what became of deliveries.
@@ -44,7 +46,7 @@ pub trait Source: Send + 'static {
     /// Cancels the subscription and gives back, once, what was received but not handed out.
     ///
     /// Called while the database cannot be reached, so that deliveries neither pile up here nor use
-    /// up the broker's own delivery limit. The next `receive` subscribes again.
+    /// up the broker's own delivery limit. The next `receive` with room subscribes again.
     async fn pause(&mut self) -> Result<(), SourceError>;
 
     /// Takes no more, for good, and gives back what was not handed out. What was handed out can still

@@ -112,6 +112,7 @@ impl<S: Inbox> Lane<S> {
             messaging.operation.name = "process",
             messaging.operation.r#type = "process",
             messaging.consumer.group.name = self.shared.name,
+            messaging.message.id = tracing::field::Empty,
             messaging.batch.message_count = (deliveries.len() > 1).then_some(deliveries.len()),
         )
     }

@@ -38,6 +38,9 @@ pub(crate) async fn process<S: Inbox>(lane: &mut Lane<S>, deliveries: Vec<Delive
     async {
         lane.shared.reached(CrashPoint::Received).await;
         let (events, mut settlements) = identify(lane, deliveries).await;
+        if let [event] = events.as_slice() {
+            tracing::Span::current().record("messaging.message.id", event.identity.id.as_str());
+        }
         if events.len() > 1
             && let Ok(answers) = attempt(lane, &events, Outcome::Processed).await
         {

@@ -38,6 +38,10 @@ const REBUILD_MAX: Duration = Duration::from_secs(5);
 const FLUSH: Duration = Duration::from_secs(10);
 
 /// Takes deliveries from one source through lanes until the consumer stops.
+///
+/// A stop, step by step: the source takes no more; what was not started goes back; the lanes end what
+/// they have (at the deadline their handlers are cut off and rolled back); the last settlements are
+/// flushed; the lanes' connections are given up.
 pub(crate) async fn run<S: Inbox>(
     shared: Arc<Shared<S>>,
     mut source: Box<dyn Source>,
@@ -48,122 +52,205 @@ pub(crate) async fn run<S: Inbox>(
         return Ok(());
     }
     let mut lanes = Lanes::spawn(&shared, shape.lanes);
-    let mut window = Window::new(
-        shared.ordering,
-        shape.lanes,
-        shape.batch,
-        shape.plan.window,
-        shape.plan.window_bytes,
-    );
+    let mut intake = Intake::new(&shared, source, &shape, &health);
     let mut gate = shared.gate.watch();
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut breaks = Breaks::default();
-    let mut given_back = false;
-    let mut stopping = false;
-    let mut drained: Option<Instant> = None;
-    let mut last_arrival = Instant::now();
 
-    loop {
+    while !intake.is_over() {
         health.beat();
-        while let Some((lane, work)) = shared.gate.is_open().then(|| window.assign()).flatten() {
-            lanes.give(lane, work);
-        }
-        if stopping && window.is_empty() && drained.is_none() {
-            drained = Some(Instant::now());
-        }
-        let room = window.room();
-        let receiving = stopping || (shared.gate.is_open() && room > 0 && !breaks.waiting());
-
+        intake.hand_out(&lanes);
         tokio::select! {
             biased;
             // Settle before anything new is taken.
-            Some((lane, mut settlements)) = lanes.done.recv() => {
-                window.finish(lane, &mut settlements);
-                while let Ok((lane, mut more)) = lanes.done.try_recv() {
-                    window.finish(lane, &mut more);
-                    settlements.extend(more);
-                }
-                last_arrival = Instant::now();
-                // The lanes go on while the source is told.
-                while let Some((lane, work)) = shared.gate.is_open().then(|| window.assign()).flatten() {
-                    lanes.give(lane, work);
-                }
-                settle(source.as_mut(), settlements, &mut window, &mut breaks, &shared, &health).await;
-            }
+            Some(done) = lanes.done.recv() => intake.settle_all(done, &mut lanes).await,
             Some(ended) = lanes.tasks.join_next() => {
-                let _ = source.stop().await;
+                intake.stop().await;
                 return Err(RunError::lane_died(&shared.name, ended.err()));
             }
-            _ = shared.stopping.cancelled(), if !stopping => {
-                stopping = true;
-                if let Err(error) = source.stop().await {
-                    tracing::debug!(consumer = shared.name, %error, "the source broke while it was stopped");
-                }
-                let unstarted = window.release_waiting();
-                settle(source.as_mut(), unstarted, &mut window, &mut breaks, &shared, &health).await;
-            }
-            changed = gate.changed() => {
-                if changed.is_ok() && shared.gate.is_open() {
-                    given_back = false;
-                }
-            }
-            incoming = source.receive(room.max(1)), if receiving => match incoming {
-                Ok(Incoming::Deliveries(deliveries)) => {
-                    breaks.over(&shared);
-                    last_arrival = Instant::now();
-                    telemetry::received(&shared.name, shared.system, deliveries.len());
-                    window.admit(deliveries);
-                }
-                Ok(Incoming::Lost(receipts)) => {
-                    let followers = window.lose(&receipts);
-                    settle(source.as_mut(), followers, &mut window, &mut breaks, &shared, &health).await;
-                }
-                Ok(Incoming::Closed) => {
-                    shared.stopping.cancel();
-                    if window.is_empty() {
-                        break;
-                    }
-                    stopping = true;
-                }
-                Err(error) if stopping => {
-                    tracing::debug!(consumer = shared.name, %error, "the source broke while stopping; what was not acked comes again");
-                    if window.is_empty() {
-                        break;
-                    }
-                    window.lose_all();
-                }
-                Err(error) => breaks.note(&error, &mut window, &shared, &health),
-            },
-            _ = sleep_until(breaks.until()), if breaks.waiting() => {}
-            _ = tick.tick() => {
-                health.source(source.health());
-                if shared.gate.overdue() && !given_back {
-                    given_back = true;
-                    let waiting = window.release_waiting();
-                    tracing::warn!(consumer = shared.name, given_back = waiting.len(), "the pause is long: everything is given back");
-                    settle(source.as_mut(), waiting, &mut window, &mut breaks, &shared, &health).await;
-                    if let Err(error) = source.pause().await {
-                        breaks.note(&error, &mut window, &shared, &health);
-                    }
-                }
-                if let Some(limit) = shape.stop_when_idle
-                    && window.is_empty() && last_arrival.elapsed() >= limit && shared.gate.is_open()
-                {
-                    shared.stopping.cancel();
-                }
-            }
-        }
-        if drained.is_some_and(|since| since.elapsed() >= FLUSH) {
-            tracing::warn!(
-                consumer = shared.name,
-                "the source did not confirm the last acks in time; they come again as duplicates"
-            );
-            break;
+            () = shared.stopping.cancelled(), if !intake.stopping => intake.stop().await,
+            _ = gate.changed() => {}
+            incoming = intake.source.receive(intake.room()), if intake.listens() => intake.take(incoming).await,
+            () = sleep_until(intake.breaks.until), if intake.breaks.waiting() => {}
+            _ = tick.tick() => intake.look_around().await,
         }
     }
     lanes.join().await;
     Ok(())
+}
+
+/// The source's side of the loop: what comes in, what goes back, and how far a stop has come.
+struct Intake<'a, S: Inbox> {
+    shared: &'a Shared<S>,
+    health: &'a LoopHealth,
+    source: Box<dyn Source>,
+    window: Window,
+    breaks: Breaks,
+    /// Everything was given back because a pause went on for too long.
+    given_back: bool,
+    stopping: bool,
+    /// The source has nothing more to say.
+    closed: bool,
+    /// Since when a stop waits for the source alone.
+    drained: Option<Instant>,
+    last_arrival: Instant,
+    stop_when_idle: Option<Duration>,
+}
+
+impl<'a, S: Inbox> Intake<'a, S> {
+    fn new(shared: &'a Shared<S>, source: Box<dyn Source>, shape: &Shape, health: &'a LoopHealth) -> Self {
+        let plan = &shape.plan;
+        Self {
+            shared,
+            health,
+            source,
+            window: Window::new(
+                shared.ordering,
+                shape.lanes,
+                shape.batch,
+                plan.window,
+                plan.window_bytes,
+            ),
+            breaks: Breaks {
+                in_a_row: 0,
+                until: Instant::now(),
+            },
+            given_back: false,
+            stopping: false,
+            closed: false,
+            drained: None,
+            last_arrival: Instant::now(),
+            stop_when_idle: shape.stop_when_idle,
+        }
+    }
+
+    fn hand_out(&mut self, lanes: &Lanes) {
+        while self.shared.gate.is_open()
+            && let Some((lane, work)) = self.window.assign()
+        {
+            lanes.give(lane, work);
+        }
+    }
+
+    /// Without room the loop still listens: what is lost must not be started.
+    fn room(&self) -> usize {
+        if self.stopping || !self.shared.gate.is_open() {
+            0
+        } else {
+            self.window.room()
+        }
+    }
+
+    fn listens(&self) -> bool {
+        !self.closed && !self.breaks.waiting()
+    }
+
+    /// Whether a stop is complete, or has waited long enough for the source.
+    fn is_over(&mut self) -> bool {
+        if !self.stopping || !self.window.is_empty() {
+            return false;
+        }
+        let waited = self.drained.get_or_insert_with(Instant::now).elapsed();
+        if !self.closed && waited >= FLUSH {
+            tracing::warn!(
+                consumer = self.shared.name,
+                "the source did not confirm the last acks in time; they come again as duplicates"
+            );
+        }
+        self.closed || waited >= FLUSH
+    }
+
+    async fn settle_all(&mut self, first: Done, lanes: &mut Lanes) {
+        self.last_arrival = Instant::now();
+        let (lane, mut settlements) = first;
+        self.window.finish(lane, &mut settlements);
+        while let Ok((lane, mut more)) = lanes.done.try_recv() {
+            self.window.finish(lane, &mut more);
+            settlements.extend(more);
+        }
+        // The lanes go on while the source is told.
+        self.hand_out(lanes);
+        self.settle(settlements).await;
+    }
+
+    async fn take(&mut self, incoming: Result<Incoming, SourceError>) {
+        match incoming {
+            Ok(Incoming::Deliveries(deliveries)) => {
+                self.last_arrival = Instant::now();
+                self.given_back = false;
+                self.breaks.over(&self.shared.name);
+                telemetry::received(&self.shared.name, self.shared.system, deliveries.len());
+                self.window.admit(deliveries);
+            }
+            Ok(Incoming::Lost(receipts)) => {
+                let followers = self.window.lose(&receipts);
+                self.settle(followers).await;
+            }
+            Ok(Incoming::Closed) => {
+                self.closed = true;
+                self.shared.stopping.cancel();
+            }
+            Err(error) if self.stopping => {
+                tracing::debug!(
+                    consumer = self.shared.name, %error,
+                    "the source broke while it stopped; what was not acked comes again"
+                );
+                self.window.lose_all();
+                self.closed = true;
+            }
+            Err(error) => self.broke(&error),
+        }
+    }
+
+    async fn settle(&mut self, settlements: Vec<Settlement>) {
+        if !settlements.is_empty()
+            && let Err(error) = self.source.settle(settlements).await
+        {
+            self.broke(&error);
+        }
+    }
+
+    /// Every receipt is void: what was not started must not start, it comes again.
+    fn broke(&mut self, error: &SourceError) {
+        self.window.lose_all();
+        self.health.broken(error);
+        telemetry::source_broke(&self.shared.name, self.shared.system);
+        self.breaks.note(error, &self.shared.name);
+    }
+
+    async fn stop(&mut self) {
+        self.stopping = true;
+        if let Err(error) = self.source.stop().await {
+            tracing::debug!(consumer = self.shared.name, %error, "the source broke while it was stopped");
+        }
+        let unstarted = self.window.release_waiting();
+        self.settle(unstarted).await;
+    }
+
+    /// Looks at what has no signal of its own.
+    async fn look_around(&mut self) {
+        self.health.source(self.source.health());
+        if self.shared.gate.overdue() && !self.given_back {
+            self.given_back = true;
+            let waiting = self.window.release_waiting();
+            tracing::warn!(
+                consumer = self.shared.name,
+                given_back = waiting.len(),
+                "the pause is long: everything is given back"
+            );
+            self.settle(waiting).await;
+            if let Err(error) = self.source.pause().await {
+                self.broke(&error);
+            }
+        }
+        if let Some(limit) = self.stop_when_idle
+            && self.window.is_empty()
+            && self.shared.gate.is_open()
+            && self.last_arrival.elapsed() >= limit
+        {
+            self.shared.stopping.cancel();
+        }
+    }
 }
 
 /// Starts the source, for as long as it takes. `false`: the consumer was stopped before it could.
@@ -200,35 +287,10 @@ async fn start<S: Inbox>(
     Ok(true)
 }
 
-async fn settle<S: Inbox>(
-    source: &mut dyn Source,
-    settlements: Vec<Settlement>,
-    window: &mut Window,
-    breaks: &mut Breaks,
-    shared: &Shared<S>,
-    health: &LoopHealth,
-) {
-    if settlements.is_empty() {
-        return;
-    }
-    if let Err(error) = source.settle(settlements).await {
-        breaks.note(&error, window, shared, health);
-    }
-}
-
 /// How often in a row the source broke, and until when it is left alone.
 struct Breaks {
     in_a_row: u32,
     until: Instant,
-}
-
-impl Default for Breaks {
-    fn default() -> Self {
-        Self {
-            in_a_row: 0,
-            until: Instant::now(),
-        }
-    }
 }
 
 impl Breaks {
@@ -236,19 +298,7 @@ impl Breaks {
         self.in_a_row > 0 && Instant::now() < self.until
     }
 
-    fn until(&self) -> Instant {
-        self.until
-    }
-
-    fn note<S: Inbox>(
-        &mut self,
-        error: &SourceError,
-        window: &mut Window,
-        shared: &Shared<S>,
-        health: &LoopHealth,
-    ) {
-        // Every receipt is void: what was not started must not start, it comes again.
-        window.lose_all();
+    fn note(&mut self, error: &SourceError, consumer: &str) {
         self.in_a_row += 1;
         let pace = if error.is_fatal() {
             REBUILD_MAX
@@ -256,29 +306,26 @@ impl Breaks {
             spread(REBUILD_MIN, REBUILD_MAX, self.in_a_row)
         };
         self.until = Instant::now() + pace;
-        health.broken(error);
-        telemetry::source_broke(&shared.name, shared.system);
         if self.in_a_row == 1 {
-            tracing::warn!(consumer = shared.name, %error, "the source broke; it is rebuilt until it works");
+            tracing::warn!(consumer, %error, "the source broke; it is rebuilt until it works");
         }
     }
 
-    fn over<S: Inbox>(&mut self, shared: &Shared<S>) {
+    fn over(&mut self, consumer: &str) {
         if self.in_a_row > 0 {
-            tracing::info!(
-                consumer = shared.name,
-                breaks = self.in_a_row,
-                "the source works again"
-            );
+            tracing::info!(consumer, breaks = self.in_a_row, "the source works again");
             self.in_a_row = 0;
         }
     }
 }
 
+/// A lane's number and what became of the work it had.
+type Done = (usize, Vec<Settlement>);
+
 /// The lanes' tasks and the two channels by which they are spoken to.
 struct Lanes {
     work: Vec<mpsc::Sender<Vec<Delivery>>>,
-    done: mpsc::UnboundedReceiver<(usize, Vec<Settlement>)>,
+    done: mpsc::UnboundedReceiver<Done>,
     tasks: JoinSet<()>,
 }
 

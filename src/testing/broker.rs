@@ -226,6 +226,9 @@ impl Default for Broker {
 impl State {
     /// The next deliveries, or when one will be due.
     fn take(&mut self, max: usize) -> Result<Vec<Delivery>, Option<Instant>> {
+        if max == 0 {
+            return Err(None);
+        }
         let now = Instant::now();
         let mut out = Vec::new();
         while out.len() < max {

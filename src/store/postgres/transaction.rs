@@ -19,8 +19,11 @@ use crate::store::{
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
 const MOVED: usize = 5;
 
-/// How long a probe, or the end of a stuck statement, may take.
+/// How long a probe may take.
 const PROBE: Duration = Duration::from_secs(5);
+
+/// How long ending a stuck session may take: a lane waits for it, and in an outage it cannot succeed.
+const ABANDON: Duration = Duration::from_secs(2);
 
 #[async_trait]
 impl Store for PostgresStore {
@@ -176,7 +179,7 @@ impl Store for PostgresStore {
             let ended = sqlx::query("SELECT pg_terminate_backend($1)")
                 .bind(session)
                 .execute(&self.reserve);
-            if !matches!(tokio::time::timeout(PROBE, ended).await, Ok(Ok(_))) {
+            if !matches!(tokio::time::timeout(ABANDON, ended).await, Ok(Ok(_))) {
                 tracing::debug!(
                     session,
                     "could not end a stuck session; the server's own limits will"
