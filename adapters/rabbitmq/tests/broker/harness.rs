@@ -1,0 +1,322 @@
+//! A queue of its own per test, and what the broker says about it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::types::{AMQPValue, FieldTable};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
+use onlyonce_rabbitmq::{RabbitMq, RabbitMqBuilder};
+use tokio::sync::RwLock;
+
+/// How long anything may take that is expected to happen.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// Held for writing by the one test that changes a setting of the whole broker.
+pub(crate) static SETTINGS: RwLock<()> = RwLock::const_new(());
+
+/// The broker's URL, or `None` and a line that says so.
+pub(crate) fn url() -> Option<String> {
+    variable("ONLYONCE_RABBITMQ_URL")
+}
+
+pub(crate) fn variable(name: &str) -> Option<String> {
+    match std::env::var(name) {
+        Ok(value) if !value.is_empty() => Some(value),
+        _ if std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1") => {
+            panic!("{name} is not set")
+        }
+        _ => {
+            println!("skipped: no {name}");
+            None
+        }
+    }
+}
+
+/// A queue that exists until this is dropped, and a connection to fill and watch it.
+pub(crate) struct Queue {
+    pub(crate) url: String,
+    pub(crate) name: String,
+    channel: Channel,
+    _connection: Connection,
+}
+
+impl Queue {
+    /// `None` if there is no broker to test against.
+    pub(crate) async fn classic() -> Option<Self> {
+        Self::declare(&[]).await
+    }
+
+    pub(crate) async fn quorum() -> Option<Self> {
+        Self::declare(&[("x-queue-type", AMQPValue::LongString("quorum".into()))]).await
+    }
+
+    pub(crate) async fn declare(arguments: &[(&str, AMQPValue)]) -> Option<Self> {
+        Self::declare_with(QueueDeclareOptions::durable(), arguments).await
+    }
+
+    pub(crate) async fn declare_with(
+        options: QueueDeclareOptions,
+        arguments: &[(&str, AMQPValue)],
+    ) -> Option<Self> {
+        let url = url()?;
+        let _unchanged = SETTINGS.read().await;
+        let connection = Connection::connect(&url, ConnectionProperties::default())
+            .await
+            .unwrap();
+        let channel = connection.create_channel().await.unwrap();
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await
+            .unwrap();
+        let queue = Self {
+            url,
+            name: unique("queue"),
+            channel,
+            _connection: connection,
+        };
+        queue.create(options, arguments).await;
+        Some(queue)
+    }
+
+    pub(crate) async fn create(&self, options: QueueDeclareOptions, arguments: &[(&str, AMQPValue)]) {
+        let mut table = FieldTable::default();
+        for (name, value) in arguments {
+            table.insert((*name).into(), value.clone());
+        }
+        self.channel
+            .queue_declare(self.name.as_str().into(), options, table)
+            .await
+            .unwrap();
+    }
+
+    pub(crate) async fn delete(&self) {
+        self.channel
+            .queue_delete(self.name.as_str().into(), QueueDeleteOptions::default())
+            .await
+            .unwrap();
+    }
+
+    /// Publishes bodies `1..=count`, confirmed.
+    pub(crate) async fn fill(&self, count: u32) {
+        for n in 1..=count {
+            self.publish(n.to_string().as_bytes(), BasicProperties::default())
+                .await;
+        }
+    }
+
+    pub(crate) async fn publish(&self, body: &[u8], properties: BasicProperties) {
+        let options = BasicPublishOptions::default();
+        self.channel
+            .basic_publish("".into(), self.name.as_str().into(), options, body, properties)
+            .await
+            .unwrap()
+            .await
+            .unwrap();
+    }
+
+    /// How many messages are ready, which leaves out what a consumer holds.
+    pub(crate) async fn ready(&self) -> u32 {
+        let passive = QueueDeclareOptions {
+            passive: true,
+            ..Default::default()
+        };
+        let queue = self
+            .channel
+            .queue_declare(self.name.as_str().into(), passive, FieldTable::default());
+        queue.await.unwrap().message_count()
+    }
+
+    pub(crate) async fn consumers(&self) -> u32 {
+        let passive = QueueDeclareOptions {
+            passive: true,
+            ..Default::default()
+        };
+        let queue = self
+            .channel
+            .queue_declare(self.name.as_str().into(), passive, FieldTable::default());
+        queue.await.unwrap().consumer_count()
+    }
+
+    pub(crate) async fn becomes_ready(&self, count: u32) {
+        let until = Instant::now() + SOON;
+        loop {
+            let ready = self.ready().await;
+            if ready == count {
+                return;
+            }
+            assert!(Instant::now() < until, "{ready} messages are ready, not {count}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub(crate) fn source(&self) -> RabbitMqBuilder {
+        RabbitMq::queue(&self.url, &self.name)
+    }
+
+    /// Started, with room for `window` deliveries.
+    pub(crate) async fn started(&self, window: usize) -> RabbitMq {
+        started(self.source(), window).await
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let deleting = self
+            .channel
+            .queue_delete(self.name.as_str().into(), QueueDeleteOptions::default());
+        tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(deleting)).ok();
+    }
+}
+
+pub(crate) async fn started(builder: RabbitMqBuilder, window: usize) -> RabbitMq {
+    let _unchanged = SETTINGS.read().await;
+    let mut source = builder.build().unwrap();
+    source.start(&Plan::for_window("tests", window)).await.unwrap();
+    source
+}
+
+/// The error of a start that has to fail.
+pub(crate) async fn start_fails(builder: RabbitMqBuilder) -> SourceError {
+    let mut source = builder.build().unwrap();
+    let error = soon(source.start(&Plan::for_window("tests", 4)))
+        .await
+        .unwrap_err();
+    assert!(!source.health().connected);
+    assert_eq!(source.health().problem, Some(error.to_string()));
+    error
+}
+
+pub(crate) async fn soon<F: Future>(what: F) -> F::Output {
+    tokio::time::timeout(SOON, what).await.expect("it takes too long")
+}
+
+/// The next delivery of one.
+pub(crate) async fn one(source: &mut RabbitMq) -> Delivery {
+    match soon(source.receive(1)).await.unwrap() {
+        Incoming::Deliveries(mut deliveries) => deliveries.remove(0),
+        other => panic!("{other:?} instead of a delivery"),
+    }
+}
+
+/// The next `count` deliveries.
+pub(crate) async fn some(source: &mut RabbitMq, count: usize) -> Vec<Delivery> {
+    let mut all = Vec::new();
+    while all.len() < count {
+        match soon(source.receive(count - all.len())).await.unwrap() {
+            Incoming::Deliveries(deliveries) => all.extend(deliveries),
+            other => panic!("{other:?} instead of deliveries"),
+        }
+    }
+    all
+}
+
+pub(crate) async fn lost(source: &mut RabbitMq) -> Vec<Receipt> {
+    match soon(source.receive(1)).await.unwrap() {
+        Incoming::Lost(mut receipts) => {
+            receipts.sort();
+            receipts
+        }
+        other => panic!("{other:?} instead of a loss"),
+    }
+}
+
+pub(crate) async fn closes(mut source: RabbitMq) {
+    let incoming = soon(source.receive(1)).await.unwrap();
+    assert!(
+        matches!(incoming, Incoming::Closed),
+        "{incoming:?} instead of the end"
+    );
+}
+
+/// Nothing arrives for a while.
+pub(crate) async fn nothing(source: &mut RabbitMq, during: Duration) {
+    if let Ok(incoming) = tokio::time::timeout(during, source.receive(1)).await {
+        panic!("{incoming:?} instead of nothing");
+    }
+}
+
+pub(crate) async fn ack(source: &mut RabbitMq, deliveries: impl IntoIterator<Item = Delivery>) {
+    source
+        .settle(deliveries.into_iter().map(Delivery::ack).collect())
+        .await
+        .unwrap();
+}
+
+pub(crate) async fn release(source: &mut RabbitMq, delivery: Delivery, after: Option<Duration>) {
+    source.settle(vec![delivery.release(after)]).await.unwrap();
+}
+
+pub(crate) fn body(delivery: &Delivery) -> String {
+    String::from_utf8(delivery.event.payload.clone().unwrap().to_vec()).unwrap()
+}
+
+pub(crate) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
+    deliveries.iter().map(body).collect()
+}
+
+pub(crate) fn receipts(deliveries: &[Delivery]) -> Vec<Receipt> {
+    deliveries.iter().map(|d| d.receipt).collect()
+}
+
+pub(crate) fn unique(what: &str) -> String {
+    static COUNTER: AtomicU32 = AtomicU32::new(0);
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap();
+    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
+    format!(
+        "onlyonce-test-{what}-{}-{}-{n}",
+        std::process::id(),
+        since.as_millis()
+    )
+}
+
+/// Runs rabbitmqctl; `None` if there is none.
+pub(crate) async fn ctl(arguments: &[&str]) -> Option<String> {
+    let program = variable("ONLYONCE_RABBITMQCTL")?;
+    let output = tokio::process::Command::new(program)
+        .args(arguments)
+        .output()
+        .await
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success(),
+        "rabbitmqctl {arguments:?}: {text} {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Some(text)
+}
+
+/// The pids of the broker's ends of all connections of this name.
+pub(crate) async fn connections(name: &str) -> Option<Vec<String>> {
+    let list = ctl(&[
+        "list_connections",
+        "--silent",
+        "--no-table-headers",
+        "pid",
+        "client_properties",
+    ])
+    .await?;
+    let wanted = format!("\"{name}\"");
+    Some(
+        list.lines()
+            .filter(|l| l.contains(&wanted))
+            .map(|l| l.split('\t').next().unwrap().to_owned())
+            .collect(),
+    )
+}
+
+/// How many threads of lapin this process has, by the thread's name.
+pub(crate) fn io_threads() -> usize {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
+        return 0;
+    };
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let mut count: HashMap<String, usize> = HashMap::new();
+    names.for_each(|name| *count.entry(name.trim().to_owned()).or_default() += 1);
+    count.remove("lapin-io-loop").unwrap_or_default()
+}
