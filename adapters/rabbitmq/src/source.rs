@@ -207,7 +207,12 @@ impl Source for RabbitMq {
             }
             match &mut self.link {
                 State::Down if self.stopping != Stopping::No => return Ok(Incoming::Closed),
-                State::Down => self.link = self.reopen(),
+                // A pause wants no subscription, and a session begins with one.
+                State::Down if self.paused && max == 0 => std::future::pending().await,
+                State::Down => {
+                    self.paused = false;
+                    self.link = self.reopen();
+                }
                 State::Opening(opening) => {
                     let opened = opening.await.unwrap_or_else(|e| Err(SourceError::broken(e)));
                     self.link = State::Down;
@@ -231,7 +236,7 @@ impl Source for RabbitMq {
                         session.order(Order::Finish);
                         self.stopping = Stopping::Finishing;
                     }
-                    if self.paused && !stopping {
+                    if self.paused && !stopping && max > 0 {
                         session.order(Order::Consume);
                         self.paused = false;
                     }
@@ -241,7 +246,7 @@ impl Source for RabbitMq {
                             let error = ended.map_or_else(|e| Some(SourceError::broken(e)), Result::err);
                             self.ended(error);
                         }
-                        Some(arrival) = session.arrivals.recv(), if !stopping => {
+                        Some(arrival) = session.arrivals.recv(), if !stopping && max > 0 => {
                             return Ok(self.hand_out(arrival, max));
                         }
                     }
@@ -265,6 +270,10 @@ impl Source for RabbitMq {
     }
 
     async fn pause(&mut self) -> Result<(), SourceError> {
+        if let State::Opening(_) = self.link {
+            // It would subscribe as soon as it is open.
+            self.link = State::Down;
+        }
         self.give_back().await;
         self.paused = true;
         Ok(())

@@ -84,3 +84,45 @@ async fn a_paused_source_takes_nothing_that_is_published() {
     assert_eq!(queue.ready().await, 5);
     assert_eq!(some(&mut source, 5).await.len(), 5);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_room_only_what_was_lost_is_reported() {
+    let Some(queue) = Queue::classic().await else {
+        return;
+    };
+    let proxy = Proxy::before(&queue.url).await;
+    queue.fill(5).await;
+    let mut source = started(RabbitMq::queue(&proxy.url, &queue.name), 5).await;
+    let two = some(&mut source, 2).await;
+    let nothing = tokio::time::timeout(Duration::from_millis(200), source.receive(0)).await;
+    assert!(
+        nothing.is_err(),
+        "three deliveries wait in the buffer: {nothing:?}"
+    );
+    proxy.cut();
+    match soon(source.receive(0)).await.unwrap() {
+        onlyonce::source::Incoming::Lost(lost) => assert_eq!(lost, receipts(&two)),
+        other => panic!("{other:?}"),
+    }
+    proxy.mend();
+    let mut all = bodies(&some(&mut source, 5).await);
+    all.sort();
+    assert_eq!(all, ["1", "2", "3", "4", "5"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_dies_during_a_pause_is_not_subscribed_again_before_there_is_room() {
+    let Some(queue) = Queue::classic().await else {
+        return;
+    };
+    let proxy = Proxy::before(&queue.url).await;
+    queue.fill(3).await;
+    let mut source = started(RabbitMq::queue(&proxy.url, &queue.name), 5).await;
+    source.pause().await.unwrap();
+    proxy.cut();
+    proxy.mend();
+    let nothing = tokio::time::timeout(Duration::from_secs(1), source.receive(0)).await;
+    assert!(nothing.is_err(), "{nothing:?}");
+    assert_eq!(queue.consumers().await, 0);
+    assert_eq!(some(&mut source, 3).await.len(), 3);
+}
