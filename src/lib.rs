@@ -29,9 +29,9 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Read next: [`Handler`] for what a handler may do, [`IdentityRules`] for how an event gets its
-//! name, [`RetryPolicy`] for what happens when it fails, [`Supervisor`] for several consumers and
-//! health, [`testing`] for tests of your own.
+//! Read next: [`guide::handlers`] for what a handler may do, [`guide::identity`] for how an event gets
+//! its name, [`guide::failures`] for what happens when it fails, [`guide::operations`] for running it,
+//! and the feature `testing` for tests of your own.
 
 // Without a database, what only stores use stands idle.
 #![cfg_attr(not(any(feature = "postgres", feature = "sqlite")), allow(dead_code))]
@@ -63,6 +63,21 @@ pub use handler::{
 pub use health::Health;
 pub use reason::Reason;
 pub use supervisor::Supervisor;
+
+/// Guides: the pages in `docs/`, whose code is compiled with the documentation tests.
+pub mod guide {
+    #[doc = include_str!("../docs/identity.md")]
+    pub mod identity {}
+
+    #[cfg_attr(feature = "postgres", doc = include_str!("../docs/handlers.md"))]
+    pub mod handlers {}
+
+    #[doc = include_str!("../docs/failures.md")]
+    pub mod failures {}
+
+    #[cfg_attr(feature = "postgres", doc = include_str!("../docs/operations.md"))]
+    pub mod operations {}
+}
 
 /// The README's code is compiled and run with the documentation tests.
 #[cfg(all(doctest, feature = "sqlite", feature = "testing"))]
