@@ -132,9 +132,9 @@ impl RabbitMq {
         {
             self.retry = retry();
         }
-        self.paused = false;
         self.lost
             .extend(self.outstanding.drain().map(|(receipt, _)| receipt));
+        self.lost.sort_unstable();
         if let Some(error) = error {
             tracing::warn!(queue = %self.settings.queue, lost = self.lost.len(), %error, "connection to RabbitMQ lost, opening it anew");
         }

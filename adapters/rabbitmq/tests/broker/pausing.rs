@@ -120,6 +120,12 @@ async fn a_link_that_dies_during_a_pause_is_not_subscribed_again_before_there_is
     let mut source = started(RabbitMq::queue(&proxy.url, &queue.name), 5).await;
     source.pause().await.unwrap();
     proxy.cut();
+    let dies = async {
+        while source.health().connected {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    soon(dies).await;
     proxy.mend();
     let nothing = tokio::time::timeout(Duration::from_secs(1), source.receive(0)).await;
     assert!(nothing.is_err(), "{nothing:?}");
