@@ -1,13 +1,10 @@
 //! The settings of a RabbitMQ source, and the checks they pass before anything is connected.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::uri::{AMQPScheme, AMQPUri};
 use url::{Host, Url};
-
-use crate::source::RabbitMq;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT_BOUNDS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(120));
@@ -51,7 +48,7 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// The settings of a [`RabbitMq`] source; see [`RabbitMq::queue`].
+/// The settings of a [`RabbitMq`](crate::RabbitMq) source; see [`RabbitMq::queue`](crate::RabbitMq::queue).
 #[derive(Clone)]
 #[must_use = "nothing is built before `build`"]
 pub struct RabbitMqBuilder {
@@ -169,12 +166,8 @@ impl RabbitMqBuilder {
         self
     }
 
-    /// Checks the settings together.
-    ///
-    /// # Errors
-    ///
-    /// All settings that cannot work, in one error.
-    pub fn build(self) -> Result<RabbitMq, ConfigError> {
+    /// Checks the settings together; all that cannot work are in one error.
+    pub(crate) fn settings(self) -> Result<Settings, ConfigError> {
         let mut problems = Vec::new();
         if self.queue.is_empty() {
             problems.push("queue is empty (give the name of a queue that exists)".to_owned());
@@ -204,7 +197,7 @@ impl RabbitMqBuilder {
                 .ok()
         });
         match broker {
-            Some((broker, connect_timeout)) if problems.is_empty() => Ok(RabbitMq::new(Arc::new(Settings {
+            Some((broker, connect_timeout)) if problems.is_empty() => Ok(Settings {
                 broker,
                 queue: self.queue,
                 connect_timeout,
@@ -215,7 +208,7 @@ impl RabbitMqBuilder {
                 management,
                 strict_checks: self.strict_checks,
                 tls_ca: self.tls_ca,
-            }))),
+            }),
             _ => Err(ConfigError(problems)),
         }
     }

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::check;
-use crate::config::{RabbitMqBuilder, Settings};
+use crate::config::{ConfigError, RabbitMqBuilder, Settings};
 use crate::identity::{Arrival, SYSTEM};
 use crate::session::{Order, Session};
 use crate::status::Status;
@@ -62,6 +62,17 @@ enum Stopping {
     Yes,
     /// Everything is settled and the session was told to finish.
     Finishing,
+}
+
+impl RabbitMqBuilder {
+    /// Checks the settings together and makes the source. Nothing is connected yet.
+    ///
+    /// # Errors
+    ///
+    /// All settings that cannot work, in one error.
+    pub fn build(self) -> Result<RabbitMq, ConfigError> {
+        Ok(RabbitMq::new(Arc::new(self.settings()?)))
+    }
 }
 
 impl RabbitMq {
