@@ -4,7 +4,10 @@
 
 #[macro_use]
 mod stage;
+mod proxy;
+mod running;
 
 mod g1_one_transaction;
 mod g3_duplicates;
 mod g4_failures;
+mod g5_unknown_commit;

@@ -19,6 +19,9 @@ pub(crate) trait TestStore: Inbox + Operations {
     /// A migrated store in a database (or schema) of its own, with the table `effects`.
     async fn fresh() -> Option<Stage<Self>>;
 
+    /// A second store on the same data, as another process has it.
+    fn another(stage: &Stage<Self>) -> Opening<Self>;
+
     /// The handler's write.
     async fn write(conn: &mut <Self::Db as Database>::Connection, schema: &str, id: &str)
     -> sqlx::Result<()>;
@@ -26,6 +29,8 @@ pub(crate) trait TestStore: Inbox + Operations {
     /// Runs any SQL in the handler's transaction.
     async fn raw(conn: &mut <Self::Db as Database>::Connection, sql: String) -> sqlx::Result<()>;
 }
+
+pub(crate) type Opening<S> = std::pin::Pin<Box<dyn Future<Output = S> + Send>>;
 
 /// One test's database, seen from outside.
 pub(crate) struct Stage<S> {
@@ -88,6 +93,17 @@ impl TestStore for PostgresStore {
         })
     }
 
+    fn another(stage: &Stage<Self>) -> Opening<Self> {
+        let schema = stage.schema.clone();
+        Box::pin(async move {
+            let url = postgres_url().unwrap();
+            onlyonce::store::postgres::PostgresOptions::new(url)
+                .schema(schema)
+                .connect()
+                .unwrap()
+        })
+    }
+
     async fn write(conn: &mut PgConnection, schema: &str, id: &str) -> sqlx::Result<()> {
         let sql = format!("INSERT INTO {schema}.effects (id) VALUES ($1)");
         sqlx::query(AssertSqlSafe(sql)).bind(id).execute(conn).await?;
@@ -118,6 +134,14 @@ impl TestStore for SqliteStore {
             schema: String::new(),
             eyes: Eyes::Sqlite(eyes, dir),
         })
+    }
+
+    fn another(stage: &Stage<Self>) -> Opening<Self> {
+        let Eyes::Sqlite(_, dir) = &stage.eyes else {
+            unreachable!("a stage of SQLite")
+        };
+        let path = dir.path().join("test.db");
+        Box::pin(async move { SqliteStore::connect(path.to_str().unwrap()).await.unwrap() })
     }
 
     async fn write(conn: &mut sqlx::SqliteConnection, _schema: &str, id: &str) -> sqlx::Result<()> {
@@ -221,6 +245,20 @@ impl<S: TestStore> Stage<S> {
         }
     }
 
+    /// One number, seen from outside.
+    pub(crate) async fn number(&self, postgres: &str, sqlite: &str) -> i64 {
+        match &self.eyes {
+            Eyes::Postgres(pool) => {
+                let sql = postgres.replace("{s}", &self.schema);
+                sqlx::query_scalar(AssertSqlSafe(sql)).fetch_one(pool).await.unwrap()
+            }
+            Eyes::Sqlite(pool, _) => sqlx::query_scalar(AssertSqlSafe(sqlite.to_owned()))
+                .fetch_one(pool)
+                .await
+                .unwrap(),
+        }
+    }
+
     /// Runs SQL from outside.
     pub(crate) async fn execute(&self, postgres: &str, sqlite: &str) {
         match &self.eyes {
@@ -259,6 +297,8 @@ pub(crate) enum Act<S: TestStore> {
     Panic,
     /// Write the effect and go on for ever.
     Hang,
+    /// Write the effect, then run this SQL; its error is the handler's.
+    Run(String),
     /// Run this SQL, ignore its error, write the effect, succeed.
     Swallow(String),
     /// Write the effect, then wait for the signal, then succeed.
@@ -281,6 +321,7 @@ pub(crate) struct Runs {
     running: AtomicU32,
     most_at_once: AtomicU32,
     by_id: Mutex<HashMap<String, u32>>,
+    attempts: Mutex<HashMap<String, Vec<u32>>>,
     pub(crate) entered: tokio::sync::Notify,
 }
 
@@ -291,6 +332,31 @@ impl Runs {
 
     pub(crate) fn of(&self, id: &str) -> u32 {
         self.by_id.lock().unwrap().get(id).copied().unwrap_or(0)
+    }
+
+    /// What `cx.attempt()` said in each run of this event.
+    pub(crate) fn attempts_of(&self, id: &str) -> Vec<u32> {
+        self.attempts.lock().unwrap().get(id).cloned().unwrap_or_default()
+    }
+
+    pub(crate) fn running(&self) -> u32 {
+        self.running.load(Ordering::SeqCst)
+    }
+
+    /// Waits until the handler was entered this often in all.
+    pub(crate) async fn until(&self, total: u32) {
+        let entered = async {
+            loop {
+                let entered = self.entered.notified();
+                tokio::pin!(entered);
+                entered.as_mut().enable();
+                if self.total() >= total {
+                    return;
+                }
+                entered.await;
+            }
+        };
+        soon(&format!("run {total} of the handler"), entered).await;
     }
 
     pub(crate) fn most_at_once(&self) -> u32 {
@@ -344,6 +410,14 @@ impl<S: TestStore> Handler<S::Db> for Scripted<S> {
             *run += 1;
             *run
         };
+        let attempt = cx.attempt();
+        self.runs
+            .attempts
+            .lock()
+            .unwrap()
+            .entry(id.clone())
+            .or_default()
+            .push(attempt);
         self.runs.entered.notify_waiters();
         let act = (self.script)(run, &event);
         if let Act::Swallow(sql) = &act {
@@ -354,6 +428,7 @@ impl<S: TestStore> Handler<S::Db> for Scripted<S> {
         S::write(cx.tx(), &self.schema, &id).await?;
         match act {
             Act::Fail(error) => Err(error),
+            Act::Run(sql) => Ok(S::raw(cx.tx(), sql).await?),
             Act::Panic => panic!("the handler panics on purpose"),
             Act::Hang => std::future::pending().await,
             Act::Wait(signal) => {

@@ -1,0 +1,217 @@
+//! A TCP proxy between a store and PostgreSQL that cuts, refuses and freezes on demand.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use onlyonce::store::PostgresStore;
+use onlyonce::store::postgres::PostgresOptions;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::stage::postgres_url;
+
+/// A way to the database that a test can spoil.
+#[derive(Clone)]
+pub(crate) struct Proxy {
+    url: String,
+    address: SocketAddr,
+    link: Arc<Link>,
+    listening: Arc<Mutex<Option<JoinHandle<()>>>>,
+}
+
+struct Link {
+    server: String,
+    /// Bytes pass. While they do not, connections stand still and nothing is said about it.
+    flows: watch::Sender<bool>,
+    /// Counts up whenever all connections are to end.
+    cuts: watch::Sender<u32>,
+    commit: Mutex<Option<Cut>>,
+    accepted: AtomicUsize,
+    commits_cut: AtomicUsize,
+}
+
+/// Where in a COMMIT the connection ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cut {
+    /// The server never sees the COMMIT.
+    Before,
+    /// The server commits, and its answer is lost.
+    After,
+}
+
+impl Proxy {
+    /// A proxy in front of the tests' server; `None` if there is none.
+    pub(crate) async fn start() -> Option<Self> {
+        Some(Self::to(&postgres_url()?).await)
+    }
+
+    /// A proxy in front of the server of this URL.
+    pub(crate) async fn to(url: &str) -> Self {
+        let (before, rest) = url.split_once('@').unwrap();
+        let (server, database) = rest.split_once('/').unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let link = Arc::new(Link {
+            server: server.to_owned(),
+            flows: watch::Sender::new(true),
+            cuts: watch::Sender::new(0),
+            commit: Mutex::new(None),
+            accepted: AtomicUsize::new(0),
+            commits_cut: AtomicUsize::new(0),
+        });
+        Self {
+            url: format!("{before}@{address}/{database}"),
+            address,
+            listening: Arc::new(Mutex::new(Some(tokio::spawn(accept(listener, link.clone()))))),
+            link,
+        }
+    }
+
+    /// The database's URL by way of this proxy.
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// A store that goes this way.
+    pub(crate) fn store(&self, schema: &str) -> PostgresStore {
+        PostgresOptions::new(&self.url)
+            .schema(schema)
+            .acquire_timeout(Duration::from_secs(2))
+            .connect()
+            .unwrap()
+    }
+
+    /// Ends every connection, without a word.
+    pub(crate) fn cut(&self) {
+        self.link.cuts.send_modify(|cuts| *cuts += 1);
+    }
+
+    /// Ends every connection, and refuses new ones until [`accept`](Self::accept).
+    pub(crate) async fn refuse(&self) {
+        let listening = self.listening.lock().unwrap().take();
+        if let Some(listening) = listening {
+            listening.abort();
+            let _ = listening.await;
+        }
+        self.cut();
+    }
+
+    /// Ends [`refuse`](Self::refuse).
+    pub(crate) async fn accept(&self) {
+        let listener = TcpListener::bind(self.address).await.unwrap();
+        let task = tokio::spawn(accept(listener, self.link.clone()));
+        *self.listening.lock().unwrap() = Some(task);
+    }
+
+    /// Lets nothing through from now on; connections are made and say nothing.
+    pub(crate) fn freeze(&self) {
+        self.link.flows.send_replace(false);
+    }
+
+    /// Ends [`freeze`](Self::freeze).
+    pub(crate) fn thaw(&self) {
+        self.link.flows.send_replace(true);
+    }
+
+    /// Cuts the connection of the next COMMIT of a handler's transaction.
+    pub(crate) fn cut_next_commit(&self, cut: Cut) {
+        *self.link.commit.lock().unwrap() = Some(cut);
+    }
+
+    /// How many COMMITs were cut.
+    pub(crate) fn commits_cut(&self) -> usize {
+        self.link.commits_cut.load(Ordering::SeqCst)
+    }
+
+    /// How many connections were made, answered or not.
+    pub(crate) fn accepted(&self) -> usize {
+        self.link.accepted.load(Ordering::SeqCst)
+    }
+}
+
+async fn accept(listener: TcpListener, link: Arc<Link>) {
+    while let Ok((client, _)) = listener.accept().await {
+        link.accepted.fetch_add(1, Ordering::SeqCst);
+        tokio::spawn(serve(client, link.clone()));
+    }
+}
+
+async fn serve(client: TcpStream, link: Arc<Link>) {
+    let mut cuts = link.cuts.subscribe();
+    let Ok(server) = TcpStream::connect(&link.server).await else {
+        return;
+    };
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
+    let lost = Arc::new(watch::Sender::new(false));
+    tokio::select! {
+        _ = cuts.changed() => {}
+        _ = requests(from_client, to_server, link.clone(), lost.clone()) => {}
+        _ = answers(from_server, to_client, link.clone(), lost) => {}
+    }
+}
+
+/// A simple query `COMMIT`, as sqlx sends it.
+const COMMIT: &[u8] = b"Q\0\0\0\x0bCOMMIT\0";
+
+async fn requests(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    link: Arc<Link>,
+    lost: Arc<watch::Sender<bool>>,
+) -> std::io::Result<()> {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        flowing(&link).await;
+        if read == 0 {
+            return Ok(());
+        }
+        let bytes = &buffer[..read];
+        if bytes.windows(COMMIT.len()).any(|w| w == COMMIT) {
+            let cut = link.commit.lock().unwrap().take();
+            match cut {
+                None => {}
+                Some(Cut::Before) => {
+                    link.commits_cut.fetch_add(1, Ordering::SeqCst);
+                    return Ok(());
+                }
+                Some(Cut::After) => {
+                    lost.send_replace(true);
+                }
+            }
+        }
+        to.write_all(bytes).await?;
+    }
+}
+
+async fn answers(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    link: Arc<Link>,
+    lost: Arc<watch::Sender<bool>>,
+) -> std::io::Result<()> {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        flowing(&link).await;
+        if read == 0 {
+            return Ok(());
+        }
+        if *lost.borrow() {
+            // The server has answered the COMMIT: it is done.
+            link.commits_cut.fetch_add(1, Ordering::SeqCst);
+            return Ok(());
+        }
+        to.write_all(&buffer[..read]).await?;
+    }
+}
+
+async fn flowing(link: &Link) {
+    let _ = link.flows.subscribe().wait_for(|flows| *flows).await;
+}

@@ -1,0 +1,103 @@
+//! Consumers that run beside the test, processes that die, and how their effects are waited for.
+
+use std::time::Duration;
+
+use onlyonce::consumer::{ConsumerBuilder, RunError};
+use onlyonce::health::Health;
+use onlyonce::store::{Inbox, Operations};
+use onlyonce::{Consumer, Supervisor};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::stage::soon;
+
+/// A consumer at work, with its supervisor.
+pub(crate) struct Running {
+    pub(crate) health: Health,
+    stop: CancellationToken,
+    task: JoinHandle<Result<(), RunError>>,
+}
+
+impl Running {
+    pub(crate) fn start<S: Inbox + Operations>(consumer: ConsumerBuilder<S>) -> Self {
+        Self::of(Supervisor::builder().consumer(built(consumer)).build().unwrap())
+    }
+
+    pub(crate) fn of(supervisor: Supervisor) -> Self {
+        let (health, stop) = (supervisor.health(), CancellationToken::new());
+        let told = stop.clone();
+        let task = tokio::spawn(supervisor.run_until(async move { told.cancelled().await }));
+        Self { health, stop, task }
+    }
+
+    /// Tells it to stop and does not wait.
+    pub(crate) fn tell(&self) {
+        self.stop.cancel();
+    }
+
+    /// Stops it in good order.
+    pub(crate) async fn stop(self) {
+        self.stop.cancel();
+        self.ended().await.unwrap();
+    }
+
+    /// Waits until it has ended, told or not.
+    pub(crate) async fn ended(self) -> Result<(), RunError> {
+        soon("the end of the consumer", self.task).await.unwrap()
+    }
+
+    /// Drops the future of `run_until`.
+    pub(crate) async fn drop_it(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+}
+
+pub(crate) fn built<S: Inbox + Operations>(consumer: ConsumerBuilder<S>) -> Consumer<S> {
+    consumer.build().unwrap()
+}
+
+/// A process of its own, as far as a test can tell: it shares nothing, and it can die.
+pub(crate) struct Process(Option<Runtime>);
+
+impl Process {
+    /// Starts the consumer that `opens` makes; its store has to be opened there as well.
+    pub(crate) fn start<S: Inbox + Operations>(
+        opens: impl Future<Output = ConsumerBuilder<S>> + Send + 'static,
+    ) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.spawn(async move {
+            let consumer = built(opens.await);
+            let _ = consumer.run_until(std::future::pending()).await;
+        });
+        Self(Some(runtime))
+    }
+
+    /// Ends it between two instructions: nothing is finished, nothing is given back.
+    pub(crate) fn die(mut self) {
+        self.0.take().unwrap().shutdown_background();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Waits until a condition holds for which there is no signal: what another connection sees.
+pub(crate) async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    soon(what, async {
+        while !condition().await {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+}
