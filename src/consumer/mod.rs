@@ -37,9 +37,9 @@ pub enum Ordering {
     /// In any order, as many at once as there are lanes.
     Unordered,
     /// Events of one key in the order in which the source delivers them; keys beside each other. An
-    /// event without a key is ordered with nothing. Failed events are tried again in place only: the
-    /// later ones of their key wait, and when the attempts are used up the event is dead and the key
-    /// goes on.
+    /// event without a key is ordered with nothing. A failed event with a key is tried again in place
+    /// only: the later ones of its key wait, and when those attempts are used up the event is dead and
+    /// the key goes on.
     PerKey,
 }
 

@@ -58,7 +58,7 @@ pub(super) async fn recover<S: Inbox>(
         tally.attempts.push(Attempt::now(failure.kind(), failure.text()));
         telemetry::attempt_failed(&lane.shared.name, failure.kind());
     }
-    let decision = decide(&failure, &counts, &lane.shared.policy, lane.shared.ordering);
+    let decision = decide(&failure, &counts, &lane.shared.policy, order_of(&lane.shared, event));
     log(lane, event, &failure, decision);
     if attempt {
         (tally.contention, tally.lost) = (0, 0);
@@ -133,6 +133,14 @@ async fn store_letter<S: Inbox>(
     }
 }
 
+/// An event without a key is ordered with nothing, whatever the consumer does with the others.
+fn order_of<S: Inbox>(shared: &Shared<S>, event: &Identified) -> Ordering {
+    match event.delivery.event.key {
+        Some(_) => shared.ordering,
+        None => Ordering::Unordered,
+    }
+}
+
 /// An error that looks like a lost connection says nothing about the database; only a probe does.
 async fn ask_database<S: Inbox>(shared: &Shared<S>, failure: Failure) -> Failure {
     match failure {
@@ -165,7 +173,7 @@ async fn wait<S: Inbox>(lane: &mut Lane<S>, event: &Identified, tally: &Tally, a
 /// Lets go of an event because of a stop. Attempts that no row knows of would be forgotten with this
 /// process, so the event is held with them; where that would break the order, it goes back without.
 async fn give_back<S: Inbox>(lane: &mut Lane<S>, event: &Identified, tally: &Tally) -> Recovery {
-    if tally.attempts.is_empty() || lane.shared.ordering == Ordering::PerKey {
+    if tally.attempts.is_empty() || order_of(&lane.shared, event) == Ordering::PerKey {
         return Recovery::GiveBack { after: None };
     }
     let now = ParkedAs::Ready {

@@ -8,6 +8,9 @@ mod proxy;
 mod running;
 
 mod g1_one_transaction;
+mod g2_durable;
 mod g3_duplicates;
 mod g4_failures;
+
 mod g5_unknown_commit;
+mod g8_attempts;

@@ -172,7 +172,8 @@ impl PostgresStore {
             "SELECT pg_is_in_recovery(), current_setting('synchronous_commit'), current_setting('fsync'), \
                     current_setting('server_version_num')::int",
         )
-        .fetch_one(&self.reserve)
+        // A session as handlers get it: a pool of the application's own may have hooks.
+        .fetch_one(&self.lanes)
         .await
         .map_err(|e| classify("connecting", e))?;
         let read = |e| classify("connecting", e);
