@@ -10,9 +10,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::Database;
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
+use crate::consumer::spread;
 use crate::event::{EventKey, Identity, IdentityError, IdentityRules, RawEvent};
 use crate::source::{
     Capabilities, Delivery, Incoming, Plan, Receipt, Redelivery, Settle, Settlement, Source, SourceError,
@@ -20,8 +21,10 @@ use crate::source::{
 };
 use crate::store::{HeldEvent, Inbox, Lease, Parked, ParkedAs, StoreError};
 
-/// How often the table is asked for due events when it had none.
+/// How often the table is asked for due events when it had none, and at most how long it is left
+/// alone when it does not answer.
 const POLL: Duration = Duration::from_millis(500);
+const POLL_MAX: Duration = Duration::from_secs(4);
 
 /// Puts events into a consumer's inbox, to be run as soon as possible.
 #[derive(Debug, Clone)]
@@ -129,9 +132,13 @@ pub struct InboxSource<S> {
     /// Something was lost.
     changed: Arc<Notify>,
     next_poll: Instant,
+    /// Queries that failed in a row.
+    failures: u32,
     /// The query for due events runs in a task of its own: a `receive` that is dropped while it runs
     /// would otherwise leave rows leased to nobody.
     leasing: Option<JoinHandle<Result<Vec<HeldEvent>, StoreError>>>,
+    /// Leases that are on their way back.
+    giving_back: JoinSet<()>,
     renewal: Option<JoinHandle<()>>,
     stopped: bool,
     problem: Arc<Mutex<Option<String>>>,
@@ -155,7 +162,9 @@ impl<S: Inbox> InboxSource<S> {
             leased: Arc::default(),
             changed: Arc::default(),
             next_poll: Instant::now(),
+            failures: 0,
             leasing: None,
+            giving_back: JoinSet::new(),
             renewal: None,
             stopped: false,
             problem: Arc::default(),
@@ -188,26 +197,49 @@ impl<S: Inbox> InboxSource<S> {
     }
 
     /// Leases due events, or takes what the query begun by a dropped call has leased. Cancel-safe.
-    async fn due(&mut self, max: usize) -> Result<Vec<HeldEvent>, SourceError> {
+    ///
+    /// A query that fails leaves the leases that we have as they are, so it does not break the source:
+    /// the next one is later, and health says why.
+    async fn due(&mut self, max: usize) -> Vec<HeldEvent> {
         let leasing = self.leasing.get_or_insert_with(|| {
             let (store, consumer, lease) = (self.store.clone(), self.consumer.clone(), self.lease);
             tokio::spawn(async move { store.lease(&consumer, max, lease).await })
         });
         let leased = leasing.await;
         self.leasing = None;
-        let result = leased.map_err(SourceError::broken)?.map_err(SourceError::broken);
-        *lock(&self.problem) = result.as_ref().err().map(ToString::to_string);
-        result
+        let problem = match leased {
+            Ok(Ok(held)) => {
+                *lock(&self.problem) = None;
+                self.failures = 0;
+                if held.is_empty() {
+                    self.next_poll = Instant::now() + POLL;
+                }
+                return held;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error.to_string(),
+        };
+        self.failures += 1;
+        if self.failures == 1 {
+            tracing::warn!(consumer = self.consumer, problem, "held events cannot be read; trying until they can");
+        }
+        *lock(&self.problem) = Some(problem);
+        self.next_poll = Instant::now() + spread(POLL, POLL_MAX, self.failures);
+        Vec::new()
     }
 
-    async fn give_back(&self, leases: &[Lease], after: Duration) -> Result<(), SourceError> {
-        if leases.is_empty() {
-            return Ok(());
-        }
-        self.store.release_leased(leases, after).await.map_err(|e| {
-            // Their leases run out: they come again, only later.
-            SourceError::broken(e)
-        })
+    /// In a task of its own: the loop goes on while a database that is down does not answer.
+    fn give_back(&mut self, leases: impl Future<Output = Vec<Lease>> + Send + 'static, after: Duration) {
+        let (store, consumer) = (self.store.clone(), self.consumer.clone());
+        while self.giving_back.try_join_next().is_some() {}
+        self.giving_back.spawn(async move {
+            let leases = leases.await;
+            if !leases.is_empty()
+                && let Err(error) = store.release_leased(&leases, after).await
+            {
+                tracing::debug!(consumer, %error, "held events were not given back; their leases run out");
+            }
+        });
     }
 }
 
@@ -241,6 +273,7 @@ impl<S: Inbox> Source for InboxSource<S> {
                 leased.held.is_empty()
             };
             if self.stopped && nothing_leased {
+                while self.giving_back.join_next().await.is_some() {}
                 return Ok(Incoming::Closed);
             }
             if max == 0 || self.stopped {
@@ -251,9 +284,8 @@ impl<S: Inbox> Source for InboxSource<S> {
                 () = changed => continue,
                 () = sleep_until(self.next_poll) => {}
             }
-            let held = self.due(max).await?;
+            let held = self.due(max).await;
             if held.is_empty() {
-                self.next_poll = Instant::now() + POLL;
                 continue;
             }
             return Ok(Incoming::Deliveries(self.deliver(held)));
@@ -272,7 +304,7 @@ impl<S: Inbox> Source for InboxSource<S> {
             }
         }
         for (after, leases) in back {
-            self.give_back(&leases, after).await?;
+            self.give_back(std::future::ready(leases), after);
         }
         Ok(())
     }
@@ -284,12 +316,15 @@ impl<S: Inbox> Source for InboxSource<S> {
 
     async fn stop(&mut self) -> Result<(), SourceError> {
         self.stopped = true;
-        if self.leasing.is_none() {
-            return Ok(());
+        if let Some(leasing) = self.leasing.take() {
+            // What the last query has leased was not handed out: it goes back at once.
+            let leases = async move {
+                let held = leasing.await.ok().and_then(Result::ok).unwrap_or_default();
+                held.into_iter().map(|held| held.lease).collect()
+            };
+            self.give_back(leases, Duration::ZERO);
         }
-        // What the last query has leased was not handed out: it goes back at once.
-        let leases: Vec<Lease> = self.due(1).await?.into_iter().map(|held| held.lease).collect();
-        self.give_back(&leases, Duration::ZERO).await
+        Ok(())
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -45,6 +45,8 @@ pub struct ConsumerBuilder<S: Store> {
     dedup_window: Duration,
     lease: Duration,
     limits: Limits,
+    statement_timeout: Option<Duration>,
+    keep_while_paused: Duration,
     on_begin: Option<BeginHook<S::Db>>,
     #[cfg(feature = "testing")]
     crash: Option<crate::crash::Plan>,
@@ -73,6 +75,8 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             dedup_window: Duration::from_secs(30 * 86_400),
             lease: Duration::from_secs(30),
             limits: Limits::default(),
+            statement_timeout: None,
+            keep_while_paused: Duration::from_secs(60),
             on_begin: None,
             #[cfg(feature = "testing")]
             crash: None,
@@ -172,9 +176,11 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         self
     }
 
-    /// How long one statement may run. Default: as long as the handler.
+    /// How long one statement may run on the server. Default: as long as the handler, at least 30 s. It
+    /// is also what a claim waits at most in all, and how long the framework waits for an answer of a
+    /// server that has vanished without a word (5 s more).
     pub fn statement_timeout(mut self, limit: Duration) -> Self {
-        self.limits.statement_timeout = limit;
+        self.statement_timeout = Some(limit);
         self
     }
 
@@ -188,6 +194,14 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
     /// acked: PostgreSQL with `synchronous_commit = off`, SQLite with `synchronous` below FULL.
     pub fn allow_async_commit(mut self) -> Self {
         self.limits.allow_async_commit = true;
+        self
+    }
+
+    /// How long deliveries in hand are kept while the database cannot be worked with. Default 1 min; then
+    /// all of them are given back, once. More of it saves redeliveries after a short outage, less lets an
+    /// instance with a healthy database take over sooner.
+    pub fn keep_while_paused(mut self, limit: Duration) -> Self {
+        self.keep_while_paused = limit;
         self
     }
 
@@ -281,12 +295,17 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             Duration::from_millis(1),
             day,
         );
+        let statement_timeout = self
+            .statement_timeout
+            .unwrap_or_else(|| self.handler_timeout.max(Duration::from_secs(30)));
+        // It bounds our own statements as well.
         problems.time(
             "statement_timeout",
-            self.limits.statement_timeout,
-            Duration::from_millis(1),
+            statement_timeout,
+            Duration::from_millis(100),
             day,
         );
+        problems.time("keep_while_paused", self.keep_while_paused, Duration::ZERO, day);
         problems.time("stop_timeout", self.stop_timeout, Duration::ZERO, day);
         problems.time("lease", self.lease, Duration::from_secs(1), day);
         problems.time(
@@ -331,11 +350,11 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         }
         let mut limits = self.limits;
         limits.idle_timeout = self.handler_timeout + Duration::from_secs(5);
-        limits.statement_timeout = limits.statement_timeout.max(self.handler_timeout);
+        limits.statement_timeout = statement_timeout;
         let per_transaction = if handles_batches { 1 } else { self.batch as u32 };
         limits.transaction_timeout = self.handler_timeout * per_transaction + limits.statement_timeout * 2;
 
-        let gate = Arc::new(Gate::new(&self.name));
+        let gate = Arc::new(Gate::new(&self.name, self.keep_while_paused));
         let shared = |system| {
             Arc::new(Shared {
                 name: self.name.clone(),

@@ -12,9 +12,6 @@ use super::policy::spread;
 use crate::store::Store;
 use crate::telemetry;
 
-/// How long what was received stays ours while the database is down. Then it is given back, once.
-pub(crate) const KEEP: Duration = Duration::from_secs(60);
-
 /// How long to wait between two probes: slow enough for a dead server, quick enough to be back
 /// within seconds.
 const PROBE_MIN: Duration = Duration::from_millis(100);
@@ -24,6 +21,8 @@ const PROBE_MAX: Duration = Duration::from_secs(2);
 /// is not contention, and opened again by a probe. One per consumer, shared by its lanes.
 pub(crate) struct Gate {
     consumer: String,
+    /// How long what was received stays ours while it is closed. Then it is given back, once.
+    keep: Duration,
     state: watch::Sender<State>,
     /// Times in a row that it closed without a commit in between: a database that answers probes and
     /// refuses work (a revoked grant, a full disk) is approached more and more slowly.
@@ -47,9 +46,10 @@ pub(crate) enum Passage {
 }
 
 impl Gate {
-    pub(crate) fn new(consumer: &str) -> Self {
+    pub(crate) fn new(consumer: &str, keep: Duration) -> Self {
         Self {
             consumer: consumer.to_owned(),
+            keep,
             state: watch::Sender::new(State::Open),
             trips: AtomicU32::new(0),
             reason: Mutex::new(String::new()),
@@ -113,7 +113,7 @@ impl Gate {
 
     /// Whether what was received is to be given back by now.
     pub(crate) fn overdue(&self) -> bool {
-        matches!(*self.state.borrow(), State::Closed { since } if since.elapsed() >= KEEP)
+        matches!(*self.state.borrow(), State::Closed { since } if since.elapsed() >= self.keep)
     }
 
     /// Waits until the database answers, or until the event should be given back.
@@ -127,7 +127,7 @@ impl Gate {
                 biased;
                 _ = stopping.cancelled() => return Passage::GiveBack,
                 changed = state.changed() => if changed.is_err() { return Passage::GiveBack },
-                _ = tokio::time::sleep_until(since + KEEP) => return Passage::GiveBack,
+                _ = tokio::time::sleep_until(since + self.keep) => return Passage::GiveBack,
             }
         }
     }
@@ -165,7 +165,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn it_gives_back_after_a_minute_and_at_a_stop() {
-        let gate = Gate::new("c");
+        let gate = Gate::new("c", Duration::from_secs(60));
         let stop = CancellationToken::new();
         assert_eq!(gate.pass(&stop).await, Passage::Open);
         gate.close("down");

@@ -7,6 +7,7 @@ use std::time::Duration;
 use sqlx::Database;
 use tokio_util::sync::CancellationToken;
 
+use super::decide::Failure;
 use super::gate::Gate;
 use super::policy::RetryPolicy;
 use super::{OnMismatch, Ordering};
@@ -14,7 +15,7 @@ use crate::crash::CrashPoint;
 use crate::event::IdentityRules;
 use crate::handler::Run;
 use crate::source::{Delivery, Settlement};
-use crate::store::{Connection, Inbox, Limits, Store};
+use crate::store::{Connection, GRACE, Inbox, Limits, Store, Tx, answer};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Runs at the start of each transaction, right after `BEGIN`.
@@ -60,6 +61,20 @@ impl<S: Store> Shared<S> {
         }
     }
 
+    /// Begins a transaction and runs the user's hook in it.
+    pub(crate) async fn begin<'c>(
+        &self,
+        conn: &'c mut Connection<S::Db>,
+    ) -> Result<Tx<'c, S::Db>, Failure> {
+        let mut tx = self.store.begin(conn, &self.limits).await?;
+        if let Some(hook) = &self.on_begin {
+            answer(self.limits.patience(), hook(&mut tx))
+                .await
+                .map_err(|e| Failure::Unavailable(format!("the transaction hook failed: {e}")))?;
+        }
+        Ok(tx)
+    }
+
     #[cfg(feature = "testing")]
     pub(crate) async fn reached(&self, point: CrashPoint) {
         crate::crash::reached(self.crash.as_ref(), point).await;
@@ -84,7 +99,8 @@ impl<S: Inbox> Lane<S> {
     /// sends it and waits for the answer. A connection in doubt is closed instead.
     pub(crate) async fn recycle(&mut self, spoiled: bool) {
         let Some(mut conn) = self.conn.take() else { return };
-        if !spoiled && sqlx::Connection::ping(&mut *conn.conn).await.is_ok() && conn.is_clean() {
+        let usable = !spoiled && answer(GRACE, sqlx::Connection::ping(&mut *conn.conn)).await.is_ok();
+        if usable && conn.is_clean() {
             self.conn = Some(conn);
         } else {
             self.shared.store.abandon(conn).await;

@@ -169,7 +169,11 @@ async fn store_answers<S: Inbox + Operations>(
     stop: &CancellationToken,
 ) -> Result<bool, RunError> {
     for attempt in 1.. {
-        let error = match shared.store.check(&shared.limits).await {
+        let checked = tokio::select! {
+            checked = shared.store.check(&shared.limits) => checked,
+            _ = stop.cancelled() => return Ok(false),
+        };
+        let error = match checked {
             Ok(()) => break,
             Err(error) if error.kind() == StoreErrorKind::Misconfigured => {
                 return Err(RunError::store(&shared.name, error.to_string()));

@@ -116,12 +116,7 @@ async fn transaction<S: Inbox>(
         Some(conn) => conn,
         None => conn.insert(store.open().await?),
     };
-    let mut tx = store.begin(conn, &shared.limits).await?;
-    if let Some(hook) = &shared.on_begin {
-        hook(&mut tx)
-            .await
-            .map_err(|e| Failure::Unavailable(format!("the transaction hook failed: {e}")))?;
-    }
+    let mut tx = shared.begin(conn).await?;
 
     // Claim. A crash from here to the commit rolls everything back: the source delivers again, and
     // the event is as new as it was.
@@ -135,21 +130,18 @@ async fn transaction<S: Inbox>(
         return Ok(answers);
     }
 
+    let handling = Instant::now();
     if outcome == Outcome::Processed {
         handle(shared, &mut tx, events, &answers).await?;
     }
+    let handled_for = handling.elapsed();
     shared.reached(CrashPoint::Handled).await;
 
     // Record: proves that this is still our transaction and finishes the held rows of its events.
     let guarded = match store.guard(&mut tx, claims).await {
         Ok(guarded) => guarded,
         // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
-        Err(_) if started.elapsed() >= shared.limits.idle_timeout => {
-            return Err(Failure::Timeout(format!(
-                "the handler blocked for {:?}",
-                started.elapsed()
-            )));
-        }
+        Err(_) if handled_for >= shared.limits.idle_timeout => return Err(Failure::blocked(handled_for)),
         Err(e) => return Err(e.into()),
     };
     shared.reached(CrashPoint::Guarded).await;
@@ -185,7 +177,8 @@ async fn handle<S: Inbox>(
         })
         .collect();
     let limit = shared.time_limit(items.len());
-    let deadline = Instant::now() + limit;
+    let began = Instant::now();
+    let deadline = began + limit;
     let progress = Progress {
         consumer: &shared.name,
         once: &shared.store,
@@ -197,6 +190,9 @@ async fn handle<S: Inbox>(
         biased;
         result = handler => match result {
             Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) if began.elapsed() >= shared.limits.idle_timeout.max(limit) => {
+                Err(Failure::blocked(began.elapsed()))
+            }
             Ok(Err(error)) => Err(Failure::of_handler(&error)),
             Err(panic) => Err(Failure::of_panic(&*panic)),
         },

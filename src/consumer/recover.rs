@@ -333,6 +333,11 @@ impl Failure {
         }
     }
 
+    /// The handler kept its thread for so long that nobody could cut it off, but for the server.
+    pub(super) fn blocked(for_how_long: Duration) -> Self {
+        Self::Timeout(format!("the handler blocked for {for_how_long:?}"))
+    }
+
     pub(super) fn of_panic(panic: &(dyn std::any::Any + Send)) -> Self {
         let text = panic
             .downcast_ref::<&str>()

@@ -1,4 +1,6 @@
+use std::io;
 use std::ops::{Deref, DerefMut};
+use std::time::Duration;
 
 use sqlx::pool::PoolConnection;
 use sqlx::{Connection as _, Database};
@@ -24,13 +26,31 @@ impl<Db: Database> Connection<Db> {
 #[derive(Debug)]
 pub struct Tx<'c, Db: Database> {
     pub(crate) tx: sqlx::Transaction<'c, Db>,
+    /// How long each statement's answer is waited for.
+    pub(crate) patience: Duration,
     /// Where the database has one writer, the right to be it; given up after the transaction ended.
     pub(crate) _writer: Option<OwnedSemaphorePermit>,
 }
 
 impl<Db: Database> Tx<'_, Db> {
     pub(crate) async fn rollback(self) -> Result<(), sqlx::Error> {
-        self.tx.rollback().await
+        answer(self.patience, self.tx.rollback()).await
+    }
+}
+
+/// Waits for the server's answer, but not for ever: a peer that is gone without a word never gives
+/// one, and no limit of the server's helps then. Past `patience` the connection is only good to be
+/// closed.
+pub(crate) async fn answer<T>(
+    patience: Duration,
+    statement: impl Future<Output = Result<T, sqlx::Error>>,
+) -> Result<T, sqlx::Error> {
+    match tokio::time::timeout(patience, statement).await {
+        Ok(result) => result,
+        Err(_) => Err(sqlx::Error::Io(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("no answer within {patience:?}"),
+        ))),
     }
 }
 

@@ -47,6 +47,13 @@ impl StoreError {
         self.kind
     }
 
+    /// What the database itself called it.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn code(&self) -> Option<String> {
+        let code = self.source.as_ref()?.as_database_error()?.code()?;
+        Some(code.into_owned())
+    }
+
     pub(crate) fn with_kind(mut self, kind: StoreErrorKind) -> Self {
         self.kind = kind;
         self

@@ -22,6 +22,7 @@ use sqlx::Database;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
 pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
+pub(crate) use connection::answer;
 pub use connection::{Connection, Tx};
 pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
@@ -200,6 +201,17 @@ pub struct Limits {
     /// Accept a database that may lose commits that it has confirmed.
     pub allow_async_commit: bool,
 }
+
+impl Limits {
+    /// How long the answer to one statement is waited for: the server's own limit comes first.
+    pub(crate) fn patience(&self) -> Duration {
+        self.statement_timeout + GRACE
+    }
+}
+
+/// How much longer than the server's own limit an answer is waited for. One that has not come by
+/// then will not come: the link is dead.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
 impl Default for Limits {
     fn default() -> Self {

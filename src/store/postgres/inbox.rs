@@ -3,16 +3,17 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use sqlx::postgres::{PgConnection, PgRow, Postgres};
-use sqlx::{PgExecutor, Row as _};
+use sqlx::{FromRow as _, Row as _};
 use uuid::Uuid;
 
 use super::PostgresStore;
+use super::beside::Statement;
 use super::classify::{classify, classify_claim};
 use crate::event::{EventKey, Headers, Identity, Origin, RawEvent};
 use crate::store::held::{readable, reduced};
 use crate::store::{
     Backlog, Connection, HeldEvent, Inbox, Lease, Limits, Parked, ParkedAs, Parking, Store, StoreError,
-    StoreErrorKind, Tx,
+    StoreErrorKind, Tx, answer,
 };
 
 #[async_trait]
@@ -43,48 +44,52 @@ impl Inbox for PostgresStore {
 
     async fn fail_leased(&self, lease: &Lease, parked: &Parked<'_>) -> Result<bool, StoreError> {
         let (state, reason, after) = becomes(parked.becomes);
-        let done = sqlx::query(self.sql.fail.clone())
+        let fail = sqlx::query(self.sql.fail.clone())
             .bind(lease.id)
             .bind(lease.token)
             .bind(state)
             .bind(reason)
             .bind(after)
             .bind(parked.failures.len() as i32)
-            .bind(parked.failures_json())
-            .execute(&self.reserve)
-            .await
-            .map_err(|e| classify("recording a failed held event", e))?;
+            .bind(parked.failures_json());
+        let done = self.execute("recording a failed held event", fail).await?;
         Ok(done.rows_affected() == 1)
     }
 
     async fn close_leased(&self, lease: &Lease) -> Result<bool, StoreError> {
-        let closed: i64 = sqlx::query_scalar(self.sql.close.clone())
+        let doing = "closing a held event";
+        let close = sqlx::query(self.sql.close.clone())
             .bind(lease.id)
-            .bind(lease.token)
-            .fetch_one(&self.reserve)
-            .await
-            .map_err(|e| classify("closing a held event", e))?;
+            .bind(lease.token);
+        let row = self.row(doing, close).await?;
+        let closed: i64 = row.try_get(0).map_err(|e| classify(doing, e))?;
         Ok(closed == 1)
     }
 
     async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError> {
-        self.enqueue_with(&self.reserve, parked).await
+        let done = self
+            .execute("enqueuing an event", self.enqueue_statement(parked))
+            .await?;
+        Ok(done.rows_affected() == 1)
     }
 
     async fn enqueue_in(&self, conn: &mut PgConnection, parked: &Parked<'_>) -> Result<bool, StoreError> {
-        self.enqueue_with(conn, parked).await
+        let done = self
+            .enqueue_statement(parked)
+            .execute(conn)
+            .await
+            .map_err(|e| classify("enqueuing an event", e))?;
+        Ok(done.rows_affected() == 1)
     }
 
     async fn lease(&self, consumer: &str, max: usize, lease: Duration) -> Result<Vec<HeldEvent>, StoreError> {
         let token = Uuid::from_u128(fastrand::u128(..));
-        let rows = sqlx::query(self.sql.lease.clone())
+        let query = sqlx::query(self.sql.lease.clone())
             .bind(consumer)
             .bind(max as i64)
             .bind(token)
-            .bind(lease.as_millis() as i64)
-            .fetch_all(&self.reserve)
-            .await
-            .map_err(|e| classify("leasing held events", e))?;
+            .bind(lease.as_millis() as i64);
+        let rows = self.rows("leasing held events", query).await?;
         let mut held: Vec<_> = rows
             .iter()
             .filter_map(|row| readable(consumer, held_event(row, token)))
@@ -95,33 +100,33 @@ impl Inbox for PostgresStore {
 
     async fn renew(&self, leases: &[Lease], lease: Duration) -> Result<Vec<i64>, StoreError> {
         let (ids, tokens) = columns(leases);
-        sqlx::query_scalar(self.sql.renew.clone())
+        let renew = sqlx::query(self.sql.renew.clone())
             .bind(ids)
             .bind(tokens)
-            .bind(lease.as_millis() as i64)
-            .fetch_all(&self.reserve)
-            .await
+            .bind(lease.as_millis() as i64);
+        let rows = self.rows("renewing leases", renew).await?;
+        rows.iter()
+            .map(|row| row.try_get(0))
+            .collect::<Result<_, _>>()
             .map_err(|e| classify("renewing leases", e))
     }
 
     async fn release_leased(&self, leases: &[Lease], after: Duration) -> Result<(), StoreError> {
         let (ids, tokens) = columns(leases);
-        sqlx::query(self.sql.release.clone())
+        let release = sqlx::query(self.sql.release.clone())
             .bind(ids)
             .bind(tokens)
-            .bind(after.as_millis() as i64)
-            .execute(&self.reserve)
-            .await
-            .map_err(|e| classify("giving held events back", e))?;
+            .bind(after.as_millis() as i64);
+        self.execute("giving held events back", release).await?;
         Ok(())
     }
 
     async fn backlog(&self, consumer: &str) -> Result<Backlog, StoreError> {
-        let row: (i64, i64, i64, i64) = sqlx::query_as(self.sql.backlog.clone())
-            .bind(consumer)
-            .fetch_one(&self.reserve)
-            .await
-            .map_err(|e| classify("counting held events", e))?;
+        let doing = "counting held events";
+        let row = self
+            .row(doing, sqlx::query(self.sql.backlog.clone()).bind(consumer))
+            .await?;
+        let row = <(i64, i64, i64, i64)>::from_row(&row).map_err(|e| classify(doing, e))?;
         Ok(Backlog {
             due: row.0 as u64,
             delayed: row.1 as u64,
@@ -150,18 +155,16 @@ impl PostgresStore {
                 return Ok(Parking::Duplicate);
             }
         }
-        self.park_insert(&mut tx, parked)
+        answer(tx.patience, self.park_insert(&mut tx, parked))
             .await
             .map_err(|e| classify("holding an event", e))?;
         if let Some(key) = claimed {
-            sqlx::query(self.sql.park_unclaim.clone())
-                .bind(key.as_uuid())
-                .execute(&mut *tx)
+            let unclaim = sqlx::query(self.sql.park_unclaim.clone()).bind(key.as_uuid());
+            answer(tx.patience, unclaim.execute(&mut *tx))
                 .await
                 .map_err(|e| classify("giving a claim back", e))?;
         }
-        tx.tx
-            .commit()
+        answer(tx.patience, tx.tx.commit())
             .await
             .map_err(|e| classify("committing a held event", e))?;
         Ok(Parking::Held)
@@ -174,13 +177,13 @@ impl PostgresStore {
         key: EventKey,
         identity: &Identity,
     ) -> Result<bool, StoreError> {
-        let done = sqlx::query(self.sql.park_claim.clone())
+        let claim = sqlx::query(self.sql.park_claim.clone())
             .bind(key.as_uuid())
             .bind(parked.consumer)
             .bind(&identity.source)
             .bind(&identity.id)
-            .bind(parked.event.payload_hash().as_bytes())
-            .execute(&mut **tx)
+            .bind(parked.event.payload_hash().as_bytes());
+        let done = answer(tx.patience, claim.execute(&mut **tx))
             .await
             .map_err(classify_claim)?;
         Ok(done.rows_affected() == 1)
@@ -211,14 +214,10 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn enqueue_with<'e>(
-        &self,
-        executor: impl PgExecutor<'e>,
-        parked: &Parked<'_>,
-    ) -> Result<bool, StoreError> {
+    fn enqueue_statement(&self, parked: &Parked<'_>) -> Statement {
         let event = parked.event;
         let (_, _, after) = becomes(parked.becomes);
-        let done = sqlx::query(self.sql.enqueue.clone())
+        sqlx::query(self.sql.enqueue.clone())
             .bind(parked.key.map(|(key, _)| key.as_uuid()))
             .bind(parked.consumer)
             .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
@@ -231,10 +230,6 @@ impl PostgresStore {
             .bind(event.time_ms)
             .bind(parked.origin_text())
             .bind(after)
-            .execute(executor)
-            .await
-            .map_err(|e| classify("enqueuing an event", e))?;
-        Ok(done.rows_affected() == 1)
     }
 }
 

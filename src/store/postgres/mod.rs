@@ -1,5 +1,6 @@
 //! The PostgreSQL store: version 13 and later.
 
+mod beside;
 mod classify;
 mod inbox;
 mod name;

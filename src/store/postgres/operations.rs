@@ -3,11 +3,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
-use sqlx::{AssertSqlSafe, Row as _, SqlSafeStr as _};
+use sqlx::{AssertSqlSafe, FromRow, Row as _, SqlSafeStr as _};
 
 use super::PostgresStore;
 use super::classify::{classify, code};
-use crate::store::{Limits, Operations, PurgeCursor, Purged, StoreError, StoreErrorKind};
+use crate::store::{Limits, Operations, PurgeCursor, Purged, Store, StoreError, StoreErrorKind, answer};
 
 /// The layout that this version reads and writes.
 const LAYOUT: i32 = 1;
@@ -84,7 +84,7 @@ impl Operations for PostgresStore {
             StoreError::from_sqlx(kind, "migrating", e)
         };
         let mut tx = self.reserve.begin().await.map_err(migrating)?;
-        sqlx::query("SET LOCAL lock_timeout = '60s'")
+        sqlx::raw_sql("SET LOCAL lock_timeout = '60s'; SET LOCAL statement_timeout = 0")
             .execute(&mut *tx)
             .await
             .map_err(migrating)?;
@@ -129,7 +129,8 @@ impl Operations for PostgresStore {
         self.probe_settings(limits).await?;
         self.check_version().await?;
         self.check_columns().await?;
-        self.check_unique().await
+        self.check_unique().await?;
+        self.check_privileges().await
     }
 
     async fn purge(
@@ -141,22 +142,18 @@ impl Operations for PostgresStore {
     ) -> Result<Purged, StoreError> {
         let purging = |e| classify("purging", e);
         let window_ms = i64::try_from(window.as_millis()).unwrap_or(i64::MAX);
-        let row = sqlx::query(self.sql.purge.clone())
+        let purge = sqlx::query(self.sql.purge.clone())
             .bind(consumer)
             .bind(window_ms)
             .bind(i64::from(limit))
-            .bind(after.0)
-            .fetch_one(&self.reserve)
-            .await
-            .map_err(purging)?;
+            .bind(after.0);
+        let row = self.row("purging", purge).await?;
         let rows: i64 = row.try_get(0).map_err(purging)?;
         let next: Option<i64> = row.try_get(1).map_err(purging)?;
-        let lag: i64 = sqlx::query_scalar(self.sql.purge_lag.clone())
+        let lag = sqlx::query(self.sql.purge_lag.clone())
             .bind(consumer)
-            .bind(window_ms)
-            .fetch_one(&self.reserve)
-            .await
-            .map_err(purging)?;
+            .bind(window_ms);
+        let lag: i64 = self.row("purging", lag).await?.try_get(0).map_err(purging)?;
         Ok(Purged {
             rows: rows as u64,
             next: next.map_or(after, PurgeCursor),
@@ -168,14 +165,19 @@ impl Operations for PostgresStore {
 
 impl PostgresStore {
     async fn probe_settings(&self, limits: &Limits) -> Result<(), StoreError> {
-        let row = sqlx::query(
+        // A session as handlers get it: a pool of the application's own may have hooks.
+        let mut conn = self.open().await?;
+        let settings = sqlx::query(
             "SELECT pg_is_in_recovery(), current_setting('synchronous_commit'), current_setting('fsync'), \
                     current_setting('server_version_num')::int",
-        )
-        // A session as handlers get it: a pool of the application's own may have hooks.
-        .fetch_one(&self.lanes)
-        .await
-        .map_err(|e| classify("connecting", e))?;
+        );
+        let row = match answer(limits.patience(), settings.fetch_one(&mut *conn.conn)).await {
+            Ok(row) => row,
+            Err(e) => {
+                drop(conn.conn.detach());
+                return Err(classify("connecting", e));
+            }
+        };
         let read = |e| classify("connecting", e);
         if row.try_get::<bool, _>(0).map_err(read)? {
             return Err(unavailable(
@@ -205,21 +207,20 @@ impl PostgresStore {
             "SELECT min_supported, max_supported FROM {}.schema_version",
             self.schema.quoted()
         );
-        let row = sqlx::query(AssertSqlSafe(sql)).fetch_optional(&self.reserve).await.map_err(|e| {
-            match code(&e).as_deref() {
-                Some("42P01" | "3F000") => misconfigured(format!(
-                    "schema {} has no onlyonce tables (run migrate(), or apply migrations/postgres/0001_init.sql)",
-                    self.schema.as_str()
-                )),
-                Some("42501") => misconfigured(format!(
-                    "this role may not read schema {} (GRANT USAGE ON SCHEMA, and ALL ON ALL TABLES in it)",
-                    self.schema.as_str()
-                )),
-                _ => classify("checking the schema", e),
-            }
+        let rows = self.rows("checking the schema", sqlx::query(AssertSqlSafe(sql))).await;
+        let rows = rows.map_err(|e| match e.code().as_deref() {
+            Some("42P01" | "3F000") => misconfigured(format!(
+                "schema {} has no onlyonce tables (run migrate(), or apply migrations/postgres/0001_init.sql)",
+                self.schema.as_str()
+            )),
+            Some("42501") => misconfigured(format!(
+                "this role may not read schema {} (GRANT USAGE ON SCHEMA, and ALL ON ALL TABLES in it)",
+                self.schema.as_str()
+            )),
+            _ => e,
         })?;
         let read = |e| classify("checking the schema", e);
-        let (min, max): (i32, i32) = match &row {
+        let (min, max): (i32, i32) = match rows.first() {
             None => (0, 0),
             Some(row) => (row.try_get(0).map_err(read)?, row.try_get(1).map_err(read)?),
         };
@@ -238,7 +239,7 @@ impl PostgresStore {
     }
 
     async fn check_columns(&self) -> Result<(), StoreError> {
-        let rows = sqlx::query(
+        let columns = sqlx::query(
             "SELECT c.relname::text, a.attname::text, t.typname::text, COALESCE(l.collname::text, '')
                FROM pg_class c
                JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -247,10 +248,8 @@ impl PostgresStore {
                LEFT JOIN pg_collation l ON l.oid = a.attcollation
               WHERE n.nspname = $1 AND c.relkind IN ('r', 'p')",
         )
-        .bind(self.schema.as_str())
-        .fetch_all(&self.reserve)
-        .await
-        .map_err(|e| classify("checking the schema", e))?;
+        .bind(self.schema.as_str().to_owned());
+        let rows = self.rows("checking the schema", columns).await?;
         let mut there: HashMap<(String, String), String> = HashMap::new();
         for row in rows {
             let read = |e| classify("checking the schema", e);
@@ -284,7 +283,7 @@ impl PostgresStore {
     }
 
     async fn check_unique(&self) -> Result<(), StoreError> {
-        let rows: Vec<(String, String, Option<String>)> = sqlx::query_as(
+        let indexes = sqlx::query(
             "SELECT c.relname::text, a.attname::text, pg_get_expr(i.indpred, i.indrelid)
                FROM pg_index i
                JOIN pg_class c ON c.oid = i.indrelid
@@ -292,10 +291,13 @@ impl PostgresStore {
                JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
               WHERE n.nspname = $1 AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1",
         )
-        .bind(self.schema.as_str())
-        .fetch_all(&self.reserve)
-        .await
-        .map_err(|e| classify("checking the schema", e))?;
+        .bind(self.schema.as_str().to_owned());
+        let rows = self.rows("checking the schema", indexes).await?;
+        let rows = rows
+            .iter()
+            .map(<(String, String, Option<String>)>::from_row)
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|e| classify("checking the schema", e))?;
         for (table, column, predicate) in UNIQUE {
             let matches = |(t, c, p): &(String, String, Option<String>)| {
                 t == table && c == column && p.as_deref().map(plain) == predicate.map(plain)
@@ -312,6 +314,30 @@ impl PostgresStore {
             }
         }
         Ok(())
+    }
+
+    async fn check_privileges(&self) -> Result<(), StoreError> {
+        let read = |e| classify("checking the schema", e);
+        let missing = sqlx::query(
+            "SELECT current_user::text, COALESCE(string_agg(p.needed || ' on ' || c.relname, ', '), '')
+               FROM pg_class c
+               JOIN pg_namespace n ON n.oid = c.relnamespace
+              CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p (needed)
+              WHERE n.nspname = $1 AND c.relname = ANY ($2) AND NOT has_table_privilege(c.oid, p.needed)",
+        )
+        .bind(self.schema.as_str().to_owned())
+        .bind(COLUMNS.iter().map(|(table, _)| *table).collect::<Vec<_>>());
+        let row = self.row("checking the schema", missing).await?;
+        let (role, missing): (String, String) = FromRow::from_row(&row).map_err(read)?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        Err(misconfigured(format!(
+            "role {role} lacks {missing} in schema {} (GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {} \
+             TO \"{role}\")",
+            self.schema.as_str(),
+            self.schema.quoted()
+        )))
     }
 }
 

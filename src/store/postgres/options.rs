@@ -5,6 +5,7 @@ use std::time::Duration;
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 
+use super::beside::STATEMENT_TIMEOUT;
 use super::{PostgresStore, SchemaName, Sql};
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -79,10 +80,18 @@ impl PostgresOptions {
             })?
             .application_name("onlyonce")
             .disable_statement_logging();
-        let lanes = if self.pooler {
-            base.clone()
+        let (lanes, reserve) = if self.pooler {
+            (base.clone(), base)
         } else {
-            base.clone().options([("default_transaction_read_only", "on")])
+            let limit = STATEMENT_TIMEOUT.as_millis().to_string();
+            (
+                base.clone().options([("default_transaction_read_only", "on")]),
+                // As `BEGIN READ WRITE` does for the lanes; and a session whose client has given up ends.
+                base.options([
+                    ("default_transaction_read_only", "off"),
+                    ("statement_timeout", limit.as_str()),
+                ]),
+            )
         };
         let pool = |max: u32, options: PgConnectOptions| {
             PgPoolOptions::new()
@@ -93,7 +102,7 @@ impl PostgresOptions {
         };
         Ok(PostgresStore {
             lanes: pool(self.max_connections - RESERVE, lanes),
-            reserve: pool(RESERVE, base),
+            reserve: pool(RESERVE, reserve),
             sql: Arc::new(Sql::new(&schema)),
             schema,
             pooler: self.pooler,

@@ -13,7 +13,7 @@ use crate::event::EventKey;
 use crate::store::claim::in_request_order;
 use crate::store::{
     ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
-    Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
+    GRACE, Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
@@ -51,10 +51,19 @@ impl Store for PostgresStore {
             .acquire()
             .await
             .map_err(|e| classify("taking a connection", e))?;
-        let session = sqlx::query_scalar("SELECT pg_backend_pid()")
-            .fetch_one(&mut *conn)
-            .await
-            .map_err(|e| classify("opening a session", e))?;
+        let session = match answer(
+            GRACE,
+            sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *conn),
+        )
+        .await
+        {
+            Ok(session) => session,
+            Err(e) => {
+                // The pool would wait for the answer before it lends the connection again.
+                drop(conn.detach());
+                return Err(classify("opening a session", e));
+            }
+        };
         // Behind a pooler, the next statement may run in another session than this one.
         Ok(Connection {
             conn,
@@ -69,12 +78,15 @@ impl Store for PostgresStore {
     ) -> Result<Tx<'c, Postgres>, StoreError> {
         let version = conn.conn.server_version_num();
         let begin = AssertSqlSafe(begin_statement(limits, version));
-        let tx = conn
-            .conn
-            .begin_with(begin)
+        let patience = limits.patience();
+        let tx = answer(patience, conn.conn.begin_with(begin))
             .await
             .map_err(|e| classify("beginning", e))?;
-        Ok(Tx { tx, _writer: None })
+        Ok(Tx {
+            tx,
+            patience,
+            _writer: None,
+        })
     }
 
     async fn claim(
@@ -95,7 +107,7 @@ impl Store for PostgresStore {
             outcome,
         };
         for _ in 0..MOVED {
-            let inserted = insert(&self.sql, tx, &pending, outcome)
+            let inserted = answer(tx.patience, insert(&self.sql, tx, &pending, outcome))
                 .await
                 .map_err(classify_claim)?;
             for (key, xid) in inserted {
@@ -107,7 +119,10 @@ impl Store for PostgresStore {
             if pending.is_empty() {
                 break;
             }
-            for (key, found) in read(&self.sql, tx, &pending).await.map_err(classify_claim)? {
+            let there = answer(tx.patience, read(&self.sql, tx, &pending))
+                .await
+                .map_err(classify_claim)?;
+            for (key, found) in there {
                 let request = pending.iter().find(|r| r.key == key);
                 if let Some(answer) = request.and_then(|r| found.answer(r)) {
                     answers.insert(key, answer);
@@ -136,12 +151,11 @@ impl Store for PostgresStore {
             Outcome::Processed => "replayed",
             Outcome::Discarded => "discarded",
         };
-        let row = sqlx::query(self.sql.guard.clone())
+        let guard = sqlx::query(self.sql.guard.clone())
             .bind(&keys)
             .bind(&claims.mark)
-            .bind(finished_as)
-            .fetch_one(&mut **tx)
-            .await;
+            .bind(finished_as);
+        let row = answer(tx.patience, guard.fetch_one(&mut **tx)).await;
         match row.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(xid) if xid.is_some() && xid == claims.mark => Ok(Guarded(())),
             Ok(_) => Err(GuardError::Escaped),
@@ -150,7 +164,7 @@ impl Store for PostgresStore {
                 // A session is read-only outside our transactions. If this one is still alive the
                 // handler made it so; if not, the guard ran in a transaction of its own.
                 Some("25006") => {
-                    let alive = sqlx::query("SELECT 1").execute(&mut **tx).await;
+                    let alive = answer(tx.patience, sqlx::query("SELECT 1").execute(&mut **tx)).await;
                     Err(if alive.is_err() {
                         GuardError::Aborted(classify("guarding", e))
                     } else {
@@ -163,7 +177,8 @@ impl Store for PostgresStore {
     }
 
     async fn commit(&self, tx: Tx<'_, Postgres>, _guarded: Guarded) -> Result<(), CommitError> {
-        tx.tx.commit().await.map_err(|e| match code(&e).as_deref() {
+        let committed = answer(tx.patience, tx.tx.commit()).await;
+        committed.map_err(|e| match code(&e).as_deref() {
             Some("40001" | "40P01") => CommitError::Contention(classify("committing", e)),
             // Deferred constraints (23), and what deferred triggers raise of their own (22, P0).
             Some(code) if ["22", "23", "P0"].iter().any(|class| code.starts_with(class)) => {
@@ -176,14 +191,8 @@ impl Store for PostgresStore {
     async fn abandon(&self, conn: Connection<Postgres>) {
         if let Some(session) = conn.session {
             // While we still hold the socket, so that the number cannot mean another session by now.
-            let ended = sqlx::query("SELECT pg_terminate_backend($1)")
-                .bind(session)
-                .execute(&self.reserve);
-            if !matches!(tokio::time::timeout(ABANDON, ended).await, Ok(Ok(_))) {
-                tracing::debug!(
-                    session,
-                    "could not end a stuck session; the server's own limits will"
-                );
+            if let Err(error) = self.terminate(session, ABANDON).await {
+                tracing::debug!(session, %error, "could not end a stuck session; the server's own limits will");
             }
         }
         drop(conn.conn.detach());

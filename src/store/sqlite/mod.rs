@@ -102,6 +102,7 @@ impl SqliteStore {
             .map_err(|e| classify_begin(doing, e))?;
         Ok(Tx {
             tx,
+            patience: PATIENCE,
             _writer: Some(writer),
         })
     }
@@ -111,7 +112,7 @@ impl SqliteStore {
         let Some(sessions) = &self.sessions else {
             return commit(tx).await;
         };
-        let Tx { tx, _writer } = tx;
+        let Tx { tx, _writer, .. } = tx;
         sessions.let_commit(true);
         let result = tx.commit().await;
         // Before the right to write goes to the next, whose permission this would take away.
@@ -122,7 +123,7 @@ impl SqliteStore {
 
 /// Commits, and gives up the right to write after the transaction has ended.
 async fn commit(tx: Tx<'_, Sqlite>) -> Result<(), sqlx::Error> {
-    let Tx { tx, _writer } = tx;
+    let Tx { tx, _writer, .. } = tx;
     tx.commit().await
 }
 

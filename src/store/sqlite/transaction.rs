@@ -92,6 +92,7 @@ impl Store for SqliteStore {
         }
         Ok(Tx {
             tx,
+            patience: limits.patience(),
             _writer: Some(writer),
         })
     }
