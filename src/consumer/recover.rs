@@ -59,9 +59,9 @@ pub(super) async fn recover<S: Inbox>(
         telemetry::attempt_failed(&lane.shared.name, failure.kind());
     }
     let decision = decide(&failure, &counts, &lane.shared.policy, order_of(&lane.shared, event));
-    log(lane, event, &failure, decision);
+    log(lane, event, &failure, attempt, decision);
     if attempt {
-        (tally.contention, tally.lost) = (0, 0);
+        tally.contention = 0;
     }
 
     match decision {
@@ -141,23 +141,27 @@ fn order_of<S: Inbox>(shared: &Shared<S>, event: &Identified) -> Ordering {
     }
 }
 
-/// An error that looks like a lost connection says nothing about the database; only a probe does.
-async fn ask_database<S: Inbox>(shared: &Shared<S>, failure: Failure) -> Failure {
-    match failure {
+/// A lost connection and a statement without an answer say nothing about the database; only a probe
+/// does.
+async fn ask_database<S: Inbox>(shared: &Shared<S>, mut failure: Failure) -> Failure {
+    let lost = match &mut failure {
         Failure::Handler {
             fault: Fault::Lost,
-            kind,
             error,
-        } => match shared.store.probe().await {
-            Ok(()) => Failure::Handler {
-                fault: Fault::Lost,
-                kind,
-                error,
-            },
-            Err(down) => Failure::Unavailable(down.to_string()),
-        },
-        failure => failure,
+            ..
+        } => Some(error),
+        Failure::Timeout(_) => None,
+        _ => return failure,
+    };
+    if let Err(down) = shared.store.probe().await {
+        return Failure::Unavailable(down.to_string());
     }
+    if let Some(error) = lost {
+        error.push_str(
+            " (but the database answers; a handler that takes a second connection of the pool may wait in vain)",
+        );
+    }
+    failure
 }
 
 /// Waits before the next run in place. No transaction, claim or lock is held meanwhile.
@@ -251,7 +255,13 @@ async fn store<S: Inbox>(
 
 /// One line per failure that somebody may want to see: a failed attempt is a warning with its error,
 /// contention and pauses are not (the gate speaks for the latter).
-fn log<S: Inbox>(lane: &Lane<S>, event: &Identified, failure: &Failure, decision: Decision) {
+fn log<S: Inbox>(
+    lane: &Lane<S>,
+    event: &Identified,
+    failure: &Failure,
+    attempt: bool,
+    decision: Decision,
+) {
     let (consumer, kind, error) = (&lane.shared.name, failure.kind(), failure.text());
     let (source, event_id, failed) = (&event.identity.source, &event.identity.id, event.failed);
     match decision {
@@ -270,7 +280,7 @@ fn log<S: Inbox>(lane: &Lane<S>, event: &Identified, failure: &Failure, decision
                 "attempt failed, held for a retry"
             );
         }
-        Decision::Again { after } if matches!(failure, Failure::Contention(_) | Failure::Busy(_)) => {
+        Decision::Again { after } if !attempt => {
             tracing::debug!(consumer, source, event_id, kind, error, ?after, "again");
         }
         Decision::Again { after } => {

@@ -343,7 +343,11 @@ impl Source for BrokerSource {
             tokio::pin!(changed);
             changed.as_mut().enable();
             match self.poll(max)? {
-                Ok(incoming) => return Ok(incoming),
+                Ok(incoming) => {
+                    // Somebody may wait for a number of deliveries.
+                    broker.changed.notify_waiters();
+                    return Ok(incoming);
+                }
                 Err(None) => changed.await,
                 Err(Some(due)) => tokio::select! {
                     () = changed => {}

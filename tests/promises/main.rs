@@ -14,3 +14,4 @@ mod g4_failures;
 
 mod g5_unknown_commit;
 mod g8_attempts;
+mod g9_outage;

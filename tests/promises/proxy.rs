@@ -1,7 +1,7 @@
 //! A TCP proxy between a store and PostgreSQL that cuts, refuses and freezes on demand.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -28,6 +28,10 @@ struct Link {
     server: String,
     /// Bytes pass. While they do not, connections stand still and nothing is said about it.
     flows: watch::Sender<bool>,
+    /// Connections are made and ended at once.
+    hangs_up: AtomicBool,
+    /// Connections before this one never carry a byte again, and are never told.
+    stranded: watch::Sender<usize>,
     /// Counts up whenever all connections are to end.
     cuts: watch::Sender<u32>,
     commit: Mutex<Option<Cut>>,
@@ -59,6 +63,8 @@ impl Proxy {
         let link = Arc::new(Link {
             server: server.to_owned(),
             flows: watch::Sender::new(true),
+            hangs_up: AtomicBool::new(false),
+            stranded: watch::Sender::new(0),
             cuts: watch::Sender::new(0),
             commit: Mutex::new(None),
             accepted: AtomicUsize::new(0),
@@ -118,6 +124,22 @@ impl Proxy {
         self.link.flows.send_replace(true);
     }
 
+    /// Ends every connection, and new ones as soon as they are made, until [`answer`](Self::answer).
+    pub(crate) fn hang_up(&self) {
+        self.link.hangs_up.store(true, Ordering::SeqCst);
+        self.cut();
+    }
+
+    /// Ends [`hang_up`](Self::hang_up).
+    pub(crate) fn answer(&self) {
+        self.link.hangs_up.store(false, Ordering::SeqCst);
+    }
+
+    /// The machine behind all present connections vanishes; new ones find another.
+    pub(crate) fn strand(&self) {
+        self.link.stranded.send_replace(self.accepted());
+    }
+
     /// Cuts the connection of the next COMMIT of a handler's transaction.
     pub(crate) fn cut_next_commit(&self, cut: Cut) {
         *self.link.commit.lock().unwrap() = Some(cut);
@@ -136,23 +158,30 @@ impl Proxy {
 
 async fn accept(listener: TcpListener, link: Arc<Link>) {
     while let Ok((client, _)) = listener.accept().await {
-        link.accepted.fetch_add(1, Ordering::SeqCst);
-        tokio::spawn(serve(client, link.clone()));
+        let number = link.accepted.fetch_add(1, Ordering::SeqCst);
+        if !link.hangs_up.load(Ordering::SeqCst) {
+            tokio::spawn(serve(number, client, link.clone()));
+        }
     }
 }
 
-async fn serve(client: TcpStream, link: Arc<Link>) {
-    let mut cuts = link.cuts.subscribe();
+async fn serve(number: usize, client: TcpStream, link: Arc<Link>) {
+    let (mut cuts, mut stranded) = (link.cuts.subscribe(), link.stranded.subscribe());
     let Ok(server) = TcpStream::connect(&link.server).await else {
         return;
     };
-    let (from_client, to_client) = client.into_split();
-    let (from_server, to_server) = server.into_split();
-    let lost = Arc::new(watch::Sender::new(false));
-    tokio::select! {
-        _ = cuts.changed() => {}
-        _ = requests(from_client, to_server, link.clone(), lost.clone()) => {}
-        _ = answers(from_server, to_client, link.clone(), lost) => {}
+    let (mut from_client, mut to_client) = client.into_split();
+    let (mut from_server, mut to_server) = server.into_split();
+    let lost = watch::Sender::new(false);
+    let ended = tokio::select! {
+        _ = cuts.changed() => true,
+        _ = requests(&mut from_client, &mut to_server, &link, &lost) => true,
+        _ = answers(&mut from_server, &mut to_client, &link, &lost) => true,
+        _ = stranded.wait_for(|first| number < *first) => false,
+    };
+    if !ended {
+        // Both ends stay open and neither is told anything.
+        let _ = cuts.changed().await;
     }
 }
 
@@ -160,15 +189,15 @@ async fn serve(client: TcpStream, link: Arc<Link>) {
 const COMMIT: &[u8] = b"Q\0\0\0\x0bCOMMIT\0";
 
 async fn requests(
-    mut from: OwnedReadHalf,
-    mut to: OwnedWriteHalf,
-    link: Arc<Link>,
-    lost: Arc<watch::Sender<bool>>,
+    from: &mut OwnedReadHalf,
+    to: &mut OwnedWriteHalf,
+    link: &Link,
+    lost: &watch::Sender<bool>,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         let read = from.read(&mut buffer).await?;
-        flowing(&link).await;
+        flowing(link).await;
         if read == 0 {
             return Ok(());
         }
@@ -191,15 +220,15 @@ async fn requests(
 }
 
 async fn answers(
-    mut from: OwnedReadHalf,
-    mut to: OwnedWriteHalf,
-    link: Arc<Link>,
-    lost: Arc<watch::Sender<bool>>,
+    from: &mut OwnedReadHalf,
+    to: &mut OwnedWriteHalf,
+    link: &Link,
+    lost: &watch::Sender<bool>,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         let read = from.read(&mut buffer).await?;
-        flowing(&link).await;
+        flowing(link).await;
         if read == 0 {
             return Ok(());
         }

@@ -25,6 +25,12 @@ impl Running {
     }
 
     pub(crate) fn of(supervisor: Supervisor) -> Self {
+        // `RUST_LOG=onlyonce=debug` and `--nocapture` show what a test's consumers did.
+        let filter = tracing_subscriber::EnvFilter::from_default_env();
+        let _ = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_test_writer()
+            .try_init();
         let (health, stop) = (supervisor.health(), CancellationToken::new());
         let told = stop.clone();
         let task = tokio::spawn(supervisor.run_until(async move { told.cancelled().await }));
