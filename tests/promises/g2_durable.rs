@@ -126,28 +126,21 @@ async fn start_up<S: onlyonce::store::Inbox + Operations>(
         .map_err(|e| e.to_string())
 }
 
-/// The setting comes from where operators put it: the role, or the database.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn start_up_refuses_asynchronous_commits() {
+async fn start_up_refuses_a_role_with_asynchronous_commits() {
     let Some(stage) = PostgresStore::fresh().await else {
         return;
     };
-    let url = postgres_url().unwrap();
-    let name = format!("{}_role", stage.schema);
-    stage
-        .execute(
-            &format!(
-                "CREATE ROLE {name} LOGIN PASSWORD 'x'; GRANT USAGE ON SCHEMA {{s}} TO {name};
-                 GRANT ALL ON ALL TABLES IN SCHEMA {{s}} TO {name}; ALTER ROLE {name} SET synchronous_commit = off"
-            ),
-            "",
-        )
-        .await;
-    let (_, rest) = url.split_once('@').unwrap();
-    let store = PostgresOptions::new(format!("postgres://{name}:x@{rest}"))
-        .schema(&stage.schema)
-        .connect()
-        .unwrap();
+    let (role, url) = stage.role().await;
+    let setting = async |value: &str| {
+        let sql = format!("ALTER ROLE {role} SET synchronous_commit = {value}");
+        stage.execute(&sql, "").await;
+        PostgresOptions::new(&url)
+            .schema(&stage.schema)
+            .connect()
+            .unwrap()
+    };
+    let store = setting("off").await;
     let refused = start_up(store.clone(), false, Scripted::applies(&stage).0)
         .await
         .unwrap_err();
@@ -157,23 +150,23 @@ async fn start_up_refuses_asynchronous_commits() {
 
     // `local` and the like are durable on this server: they are nobody's business but the operator's.
     for fine in ["local", "on"] {
-        stage
-            .execute(&format!("ALTER ROLE {name} SET synchronous_commit = {fine}"), "")
-            .await;
-        let store = PostgresOptions::new(format!("postgres://{name}:x@{rest}"))
-            .schema(&stage.schema)
-            .connect()
-            .unwrap();
+        let store = setting(fine).await;
         assert_eq!(
             start_up(store, false, Scripted::applies(&stage).0).await,
             Ok(()),
             "{fine}"
         );
     }
-    stage
-        .execute(&format!("DROP OWNED BY {name}; DROP ROLE {name}"), "")
-        .await;
+    stage.drop_role().await;
+    stage.end().await;
+}
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn start_up_refuses_a_database_with_asynchronous_commits() {
+    let Some(stage) = PostgresStore::fresh().await else {
+        return;
+    };
+    let url = postgres_url().unwrap();
     let database = format!("{}_db", stage.schema);
     stage.execute(&format!("CREATE DATABASE {database}"), "").await;
     stage

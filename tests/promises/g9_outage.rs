@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use crate::proxy::Proxy;
 use crate::running::{Running, until};
-use crate::stage::{Act, Runs, Scripted, Stage, TestStore, events, postgres_url, soon};
+use crate::stage::{Act, Runs, Scripted, Stage, TestStore, events, soon};
 
 /// A stage, and a way to it that can be spoilt.
 async fn spoilt_stage() -> Option<(Stage<PostgresStore>, Proxy)> {
@@ -237,30 +237,12 @@ async fn what_is_in_hand_is_given_back_once_when_a_pause_is_long() {
     stage.end().await;
 }
 
-/// A role of the test's own on the stage's schema, and its URL.
-async fn role(stage: &Stage<PostgresStore>) -> (String, String) {
-    let name = format!("{}_role", stage.schema);
-    stage
-        .execute(
-            &format!(
-                "CREATE ROLE {name} LOGIN PASSWORD 'x'; GRANT USAGE ON SCHEMA {{s}} TO {name};
-                 GRANT ALL ON ALL TABLES IN SCHEMA {{s}} TO {name};
-                 GRANT ALL ON ALL SEQUENCES IN SCHEMA {{s}} TO {name}"
-            ),
-            "",
-        )
-        .await;
-    let url = postgres_url().unwrap();
-    let (_, rest) = url.split_once('@').unwrap();
-    (name.clone(), format!("postgres://{name}:x@{rest}"))
-}
-
 /// Whatever refuses a statement of ours is no fault of the event's, and is over when it is repaired.
 async fn broken_and_repaired(breaks: &str, repairs: &str, because: &str, fails: bool) {
     let Some(stage) = PostgresStore::fresh().await else {
         return;
     };
-    let (role, url) = role(&stage).await;
+    let (role, url) = stage.role().await;
     let sql = |sql: &str| sql.replace("{role}", &role);
     let store = PostgresOptions::new(url).schema(&stage.schema).connect().unwrap();
     let (handler, runs) = Scripted::new(&stage, move |_, event| {
@@ -297,9 +279,7 @@ async fn broken_and_repaired(breaks: &str, repairs: &str, because: &str, fails: 
         applied_once_and_nothing_counted(&stage, &runs, &["before", "x"]).await;
     }
     running.stop().await;
-    stage
-        .execute(&sql("DROP OWNED BY {role}; DROP ROLE {role}"), "")
-        .await;
+    stage.drop_role().await;
     stage.end().await;
 }
 
@@ -342,7 +322,7 @@ async fn a_role_that_is_read_only_by_default_works() {
     let Some(stage) = PostgresStore::fresh().await else {
         return;
     };
-    let (role, url) = role(&stage).await;
+    let (role, url) = stage.role().await;
     stage
         .execute(
             &format!("ALTER ROLE {role} SET default_transaction_read_only = on"),
@@ -367,9 +347,7 @@ async fn a_role_that_is_read_only_by_default_works() {
     assert_eq!(runs.attempts_of("retried"), [1, 2]);
     assert_eq!(stage.effects().await.len(), 2);
     running.stop().await;
-    stage
-        .execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}"), "")
-        .await;
+    stage.drop_role().await;
     stage.end().await;
 }
 

@@ -15,3 +15,5 @@ mod g4_failures;
 mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
+mod g13_stop;
+mod secrets;

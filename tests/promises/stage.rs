@@ -158,6 +158,26 @@ impl TestStore for SqliteStore {
     }
 }
 
+impl Stage<PostgresStore> {
+    /// A role of the test's own that may use the stage's schema, and its URL.
+    pub(crate) async fn role(&self) -> (String, String) {
+        let name = format!("{}_role", self.schema);
+        let grants = "CREATE ROLE {s}_role LOGIN PASSWORD 'x'; GRANT USAGE ON SCHEMA {s} TO {s}_role;
+                      GRANT ALL ON ALL TABLES IN SCHEMA {s} TO {s}_role;
+                      GRANT ALL ON ALL SEQUENCES IN SCHEMA {s} TO {s}_role";
+        self.execute(grants, "").await;
+        let url = postgres_url().unwrap();
+        let (_, rest) = url.split_once('@').unwrap();
+        let url = format!("postgres://{name}:x@{rest}");
+        (name, url)
+    }
+
+    pub(crate) async fn drop_role(&self) {
+        let drop = "DROP OWNED BY {s}_role; DROP ROLE {s}_role";
+        self.execute(drop, "").await;
+    }
+}
+
 impl<S: TestStore> Stage<S> {
     /// A consumer of this stage with a policy that has no delays, so that tests wait for nothing.
     pub(crate) fn consumer(&self, name: &str) -> ConsumerBuilder<S> {
