@@ -54,6 +54,11 @@ impl PayloadHash {
         }
     }
 
+    #[cfg_attr(not(feature = "postgres"), allow(dead_code))]
+    pub(crate) fn from_stored(stored: &[u8]) -> Option<Self> {
+        stored.try_into().map(Self).ok()
+    }
+
     /// The 16 bytes that the tables hold.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0

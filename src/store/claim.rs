@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::event::{EventKey, Identity, PayloadHash};
 
@@ -116,28 +116,32 @@ impl Found {
     }
 }
 
-/// The answers as they were asked for. An identity that stands twice in one batch is new the first
-/// time and a duplicate of itself from then on.
+/// The answers so far of one claim. Another payload under the same key is another question: what
+/// holds the one does not hold the other.
+pub(crate) type Answers = HashMap<(EventKey, PayloadHash), ClaimAnswer>;
+
+impl ClaimRequest<'_> {
+    pub(crate) fn question(&self) -> (EventKey, PayloadHash) {
+        (self.key, self.payload_hash)
+    }
+}
+
+/// The answers as they were asked for. An event that stands twice in one batch is new the first time
+/// and a duplicate of itself from then on.
 pub(crate) fn in_request_order(
     requests: &[ClaimRequest<'_>],
-    answers: &HashMap<EventKey, ClaimAnswer>,
+    answers: &Answers,
     outcome: Outcome,
 ) -> Vec<ClaimAnswer> {
-    let mut first_of: HashMap<EventKey, &ClaimRequest<'_>> = HashMap::new();
+    let mut new = HashSet::new();
     requests
         .iter()
-        .map(|request| {
-            let answer = answers[&request.key];
-            match first_of.get(&request.key) {
-                Some(first) if answer == ClaimAnswer::New => ClaimAnswer::Duplicate {
-                    same_payload: first.payload_hash == request.payload_hash,
-                    outcome,
-                },
-                _ => {
-                    first_of.insert(request.key, request);
-                    answer
-                }
-            }
+        .map(|request| match answers[&request.question()] {
+            ClaimAnswer::New if !new.insert(request.key) => ClaimAnswer::Duplicate {
+                same_payload: true,
+                outcome,
+            },
+            answer => answer,
         })
         .collect()
 }

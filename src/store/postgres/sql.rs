@@ -42,11 +42,11 @@ SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
           AND (x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
           AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
     ON CONFLICT (event_key) DO NOTHING
-RETURNING event_key, pg_current_xact_id()::text";
+RETURNING event_key, payload_hash, pg_current_xact_id()::text";
 
 /// What stands where an insert found its place taken; a fresh snapshot, so it sees who won.
 const CLAIM_READ: &str = "
-SELECT u.k, p.source, p.event_id, p.payload_hash, p.outcome,
+SELECT u.k, u.hash, p.source, p.event_id, p.payload_hash, p.outcome,
        (SELECT x.state FROM {s}.inbox x
          WHERE x.event_key = u.k AND x.state IN {unfinished}
            AND (x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)

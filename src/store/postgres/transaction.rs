@@ -1,16 +1,16 @@
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::postgres::{PgConnection, Postgres};
+use sqlx::postgres::{PgConnection, PgRow, Postgres};
 use sqlx::{AssertSqlSafe, Connection as _, Row as _};
 use uuid::Uuid;
 
 use super::classify::{classify, classify_claim, code};
 use super::options::RESERVE;
 use super::{PostgresStore, Sql};
-use crate::event::EventKey;
-use crate::store::claim::in_request_order;
+use crate::event::{EventKey, PayloadHash};
+use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
     ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
     GRACE, Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
@@ -96,11 +96,11 @@ impl Store for PostgresStore {
         outcome: Outcome,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
         // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
-        let mut pending: Vec<&ClaimRequest<'_>> = requests.iter().collect();
+        let mut asked = HashSet::with_capacity(requests.len());
+        let mut pending: Vec<_> = requests.iter().filter(|r| asked.insert(r.question())).collect();
         pending.sort_by_key(|r| r.key);
-        pending.dedup_by_key(|r| r.key);
 
-        let mut answers: HashMap<EventKey, ClaimAnswer> = HashMap::with_capacity(pending.len());
+        let mut answers = Answers::with_capacity(pending.len());
         let mut claims = Claims {
             keys: Vec::with_capacity(pending.len()),
             mark: None,
@@ -110,25 +110,25 @@ impl Store for PostgresStore {
             let inserted = answer(tx.patience, insert(&self.sql, tx, &pending, outcome))
                 .await
                 .map_err(classify_claim)?;
-            for (key, xid) in inserted {
-                answers.insert(key, ClaimAnswer::New);
-                claims.keys.push(key);
+            for (question, xid) in inserted {
+                answers.insert(question, ClaimAnswer::New);
+                claims.keys.push(question.0);
                 claims.mark = Some(xid);
             }
-            pending.retain(|r| !answers.contains_key(&r.key));
+            pending.retain(|r| !answers.contains_key(&r.question()));
             if pending.is_empty() {
                 break;
             }
             let there = answer(tx.patience, read(&self.sql, tx, &pending))
                 .await
                 .map_err(classify_claim)?;
-            for (key, found) in there {
-                let request = pending.iter().find(|r| r.key == key);
+            for (question, found) in there {
+                let request = pending.iter().find(|r| r.question() == question);
                 if let Some(answer) = request.and_then(|r| found.answer(r)) {
-                    answers.insert(key, answer);
+                    answers.insert(question, answer);
                 }
             }
-            pending.retain(|r| !answers.contains_key(&r.key));
+            pending.retain(|r| !answers.contains_key(&r.question()));
             if pending.is_empty() {
                 break;
             }
@@ -263,7 +263,7 @@ async fn insert(
     tx: &mut Tx<'_, Postgres>,
     requests: &[&ClaimRequest<'_>],
     outcome: Outcome,
-) -> Result<Vec<(EventKey, String)>, sqlx::Error> {
+) -> Result<Vec<(Question, String)>, sqlx::Error> {
     let Some(first) = requests.first() else {
         return Ok(Vec::new());
     };
@@ -282,7 +282,7 @@ async fn insert(
         .fetch_all(&mut **tx)
         .await?
         .into_iter()
-        .map(|row| Ok((EventKey::from_uuid(row.try_get(0)?), row.try_get(1)?)))
+        .map(|row| Ok((question(&row)?, row.try_get(2)?)))
         .collect()
 }
 
@@ -290,7 +290,7 @@ async fn read(
     sql: &Sql,
     tx: &mut Tx<'_, Postgres>,
     requests: &[&ClaimRequest<'_>],
-) -> Result<Vec<(EventKey, Found)>, sqlx::Error> {
+) -> Result<Vec<(Question, Found)>, sqlx::Error> {
     let (keys, hashes, own, tokens) = columns(requests);
     sqlx::query(sql.claim_read.clone())
         .bind(keys)
@@ -301,24 +301,33 @@ async fn read(
         .await?
         .into_iter()
         .map(|row| {
-            let processed = match row.try_get::<Option<String>, _>(1)? {
+            let processed = match row.try_get::<Option<String>, _>(2)? {
                 None => None,
                 Some(source) => {
-                    let outcome = match row.try_get::<&str, _>(4)? {
+                    let outcome = match row.try_get::<&str, _>(5)? {
                         "discarded" => Outcome::Discarded,
                         _ => Outcome::Processed,
                     };
-                    Some((source, row.try_get(2)?, row.try_get(3)?, outcome))
+                    Some((source, row.try_get(3)?, row.try_get(4)?, outcome))
                 }
             };
-            let held = row.try_get::<Option<&str>, _>(5)?.map(|state| match state {
+            let held = row.try_get::<Option<&str>, _>(6)?.map(|state| match state {
                 "ready" => HeldState::Ready,
                 "running" => HeldState::Running,
                 _ => HeldState::Dead,
             });
-            Ok((EventKey::from_uuid(row.try_get(0)?), Found { processed, held }))
+            Ok((question(&row)?, Found { processed, held }))
         })
         .collect()
+}
+
+type Question = (EventKey, PayloadHash);
+
+/// Which request a row is about; never its position.
+fn question(row: &PgRow) -> Result<Question, sqlx::Error> {
+    let hash = PayloadHash::from_stored(row.try_get(1)?)
+        .ok_or_else(|| sqlx::Error::Decode("a payload hash has 16 bytes".into()))?;
+    Ok((EventKey::from_uuid(row.try_get(0)?), hash))
 }
 
 type Columns<'a> = (Vec<Uuid>, Vec<&'a [u8]>, Vec<Option<i64>>, Vec<Option<Uuid>>);

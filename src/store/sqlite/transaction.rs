@@ -1,4 +1,3 @@
-use std::collections::HashMap;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -9,7 +8,7 @@ use super::classify::{COMMIT_HOOK, classify, classify_begin, code, primary};
 use super::options::{IN_MEMORY, RESERVE};
 use super::{SqliteStore, sql};
 use crate::event::EventKey;
-use crate::store::claim::in_request_order;
+use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
     ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
     Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
@@ -106,7 +105,7 @@ impl Store for SqliteStore {
         let claiming = |e| classify("claiming", e);
         // A mark that `open_claims` does not hold: with it in place no COMMIT succeeds.
         let mark = format!("{:032x}", fastrand::u128(..));
-        let mut answers: HashMap<EventKey, ClaimAnswer> = HashMap::with_capacity(requests.len());
+        let mut answers = Answers::with_capacity(requests.len());
         let mut claims = Claims {
             keys: Vec::with_capacity(requests.len()),
             mark: None,
@@ -114,7 +113,7 @@ impl Store for SqliteStore {
         };
         // One by one: a statement costs no round trip here, and no other writer can come between.
         for request in requests {
-            if answers.contains_key(&request.key) {
+            if answers.contains_key(&request.question()) {
                 continue;
             }
             let answer = if insert(tx, request, outcome, &mark).await.map_err(claiming)? {
@@ -130,7 +129,7 @@ impl Store for SqliteStore {
                     format!("event {} moved between claim and inbox", request.identity.id),
                 )
             })?;
-            answers.insert(request.key, answer);
+            answers.insert(request.question(), answer);
         }
         Ok((in_request_order(requests, &answers, outcome), claims))
     }
