@@ -116,10 +116,18 @@ pub(crate) fn storable(text: &str, max: usize) -> String {
     text[..end].replace('\0', "\u{fffd}")
 }
 
+/// The most failures that are kept with a row.
+pub(crate) const FAILURES: usize = 20;
+
 impl Parked<'_> {
+    /// The failures that are kept; attempts are counted by all of them.
+    pub(crate) fn newest_failures(&self) -> &[Attempt] {
+        &self.failures[self.failures.len().saturating_sub(FAILURES)..]
+    }
+
     pub(crate) fn failures_json(&self) -> String {
         // Strings and integers only: serialisation cannot fail.
-        serde_json::to_string(self.failures).unwrap_or_else(|_| "[]".to_owned())
+        serde_json::to_string(self.newest_failures()).unwrap_or_else(|_| "[]".to_owned())
     }
 
     pub(crate) fn origin_text(&self) -> String {
@@ -193,6 +201,23 @@ mod tests {
         assert!(attempt.error.len() <= ERROR_BYTES + 2, "NUL grows to three bytes");
         assert!(!attempt.error.contains('\0'));
         assert!(attempt.error.ends_with('é'));
+    }
+
+    #[test]
+    fn the_newest_failures_are_kept() {
+        let failures: Vec<_> = (0..30).map(|n| Attempt::now("error", &n.to_string())).collect();
+        let parked = Parked {
+            consumer: "c",
+            key: None,
+            event: &RawEvent::default(),
+            becomes: ParkedAs::Ready {
+                after: Duration::ZERO,
+            },
+            failures: &failures,
+            escaped: false,
+        };
+        let kept: Vec<Attempt> = serde_json::from_str(&parked.failures_json()).unwrap();
+        assert_eq!(kept, failures[10..]);
     }
 
     #[test]

@@ -10,14 +10,11 @@ use uuid::Uuid;
 use super::classify::classify;
 use super::{SqliteStore, commit, sql};
 use crate::event::{EventKey, Headers, Identity, Origin, RawEvent};
-use crate::store::held::{readable, reduced};
+use crate::store::held::{FAILURES, readable, reduced};
 use crate::store::{
     Attempt, Backlog, Connection, HeldEvent, Inbox, Lease, Limits, Parked, ParkedAs, Parking, Store,
     StoreError, StoreErrorKind, Tx,
 };
-
-/// The most failures that are kept with a row.
-const FAILURES: usize = 20;
 
 #[async_trait]
 impl Inbox for SqliteStore {
@@ -62,7 +59,7 @@ impl Inbox for SqliteStore {
             .bind(reason)
             .bind(after)
             .bind(parked.failures.len() as i64)
-            .bind(appended(&stored, parked.failures).1)
+            .bind(appended(&stored, parked.newest_failures()).1)
             .execute(&mut *tx)
             .await
             .map_err(failing)?;
@@ -288,7 +285,7 @@ async fn park_insert(tx: &mut Tx<'_, Sqlite>, parked: &Parked<'_>) -> Result<(),
 /// as the row's copy and changes neither its state nor its payload.
 async fn park_again(tx: &mut Tx<'_, Sqlite>, parked: &Parked<'_>, row: &HeldRow) -> Result<(), sqlx::Error> {
     let event = parked.event;
-    let (known, failures) = appended(&row.failures, parked.failures);
+    let (known, failures) = appended(&row.failures, parked.newest_failures());
     sqlx::query(sql::PARK_COUNT)
         .bind(row.id)
         .bind(if known { 0 } else { parked.failures.len() as i64 })
