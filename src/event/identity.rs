@@ -1,4 +1,5 @@
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -224,7 +225,7 @@ impl IdentityRules {
     /// The identity of this event.
     pub fn identify(&self, event: &RawEvent) -> Result<Identity, IdentityError> {
         if let Some(rule) = &self.rule
-            && let Some(found) = rule(event)?
+            && let Some(found) = guarded(rule, event)?
         {
             return Identity::checked(found.source, found.id, found.strength);
         }
@@ -260,6 +261,12 @@ impl IdentityRules {
             }
         }
     }
+}
+
+/// A rule is code of the user's: a message that makes it panic is that message's trouble alone.
+fn guarded(rule: &Arc<Extract>, event: &RawEvent) -> Result<Option<Identity>, IdentityError> {
+    catch_unwind(AssertUnwindSafe(|| rule(event)))
+        .unwrap_or_else(|_| Err(IdentityError::invalid("the identity rule panicked")))
 }
 
 impl Default for IdentityRules {
