@@ -221,7 +221,11 @@ impl<S: Inbox> InboxSource<S> {
         };
         self.failures += 1;
         if self.failures == 1 {
-            tracing::warn!(consumer = self.consumer, problem, "held events cannot be read; trying until they can");
+            tracing::warn!(
+                consumer = self.consumer,
+                problem,
+                "held events cannot be read; trying until they can"
+            );
         }
         *lock(&self.problem) = Some(problem);
         self.next_poll = Instant::now() + spread(POLL, POLL_MAX, self.failures);

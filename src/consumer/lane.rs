@@ -1,8 +1,11 @@
 //! A lane: one task, one connection, and what all lanes of a consumer share.
 
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
+
+use futures_util::FutureExt as _;
 
 use sqlx::Database;
 use tokio_util::sync::CancellationToken;
@@ -61,18 +64,21 @@ impl<S: Store> Shared<S> {
         }
     }
 
-    /// Begins a transaction and runs the user's hook in it.
-    pub(crate) async fn begin<'c>(
-        &self,
-        conn: &'c mut Connection<S::Db>,
-    ) -> Result<Tx<'c, S::Db>, Failure> {
+    /// Begins a transaction and runs the user's hook in it. A hook that fails or panics says nothing
+    /// about an event: the consumer pauses.
+    pub(crate) async fn begin<'c>(&self, conn: &'c mut Connection<S::Db>) -> Result<Tx<'c, S::Db>, Failure> {
         let mut tx = self.store.begin(conn, &self.limits).await?;
-        if let Some(hook) = &self.on_begin {
-            answer(self.limits.patience(), hook(&mut tx))
-                .await
-                .map_err(|e| Failure::Unavailable(format!("the transaction hook failed: {e}")))?;
-        }
-        Ok(tx)
+        let Some(hook) = &self.on_begin else { return Ok(tx) };
+        let hook = AssertUnwindSafe(async { hook(&mut tx).await }).catch_unwind();
+        let problem = match tokio::time::timeout(self.limits.patience(), hook).await {
+            Ok(Ok(Ok(()))) => return Ok(tx),
+            Ok(Ok(Err(error))) => error.to_string(),
+            Ok(Err(_)) => "it panicked".to_owned(),
+            Err(_) => "it did not end".to_owned(),
+        };
+        Err(Failure::Unavailable(format!(
+            "the transaction hook failed: {problem}"
+        )))
     }
 
     #[cfg(feature = "testing")]
@@ -99,7 +105,10 @@ impl<S: Inbox> Lane<S> {
     /// sends it and waits for the answer. A connection in doubt is closed instead.
     pub(crate) async fn recycle(&mut self, spoiled: bool) {
         let Some(mut conn) = self.conn.take() else { return };
-        let usable = !spoiled && answer(GRACE, sqlx::Connection::ping(&mut *conn.conn)).await.is_ok();
+        let usable = !spoiled
+            && answer(GRACE, sqlx::Connection::ping(&mut *conn.conn))
+                .await
+                .is_ok();
         if usable && conn.is_clean() {
             self.conn = Some(conn);
         } else {

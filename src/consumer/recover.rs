@@ -58,7 +58,12 @@ pub(super) async fn recover<S: Inbox>(
         tally.attempts.push(Attempt::now(failure.kind(), failure.text()));
         telemetry::attempt_failed(&lane.shared.name, failure.kind());
     }
-    let decision = decide(&failure, &counts, &lane.shared.policy, order_of(&lane.shared, event));
+    let decision = decide(
+        &failure,
+        &counts,
+        &lane.shared.policy,
+        order_of(&lane.shared, event),
+    );
     log(lane, event, &failure, attempt, decision);
     if attempt {
         tally.contention = 0;
@@ -255,13 +260,7 @@ async fn store<S: Inbox>(
 
 /// One line per failure that somebody may want to see: a failed attempt is a warning with its error,
 /// contention and pauses are not (the gate speaks for the latter).
-fn log<S: Inbox>(
-    lane: &Lane<S>,
-    event: &Identified,
-    failure: &Failure,
-    attempt: bool,
-    decision: Decision,
-) {
+fn log<S: Inbox>(lane: &Lane<S>, event: &Identified, failure: &Failure, attempt: bool, decision: Decision) {
     let (consumer, kind, error) = (&lane.shared.name, failure.kind(), failure.text());
     let (source, event_id, failed) = (&event.identity.source, &event.identity.id, event.failed);
     match decision {

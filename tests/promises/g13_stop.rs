@@ -173,7 +173,10 @@ async fn a_stop_during_start_up_does_not_wait_for_the_database() {
         until("the wait", async || !running.health.ready().ok).await;
         running.tell();
         let ended = tokio::time::timeout(Duration::from_secs(5), running.stop()).await;
-        assert!(ended.is_ok(), "the stop waited for the database, frozen: {frozen}");
+        assert!(
+            ended.is_ok(),
+            "the stop waited for the database, frozen: {frozen}"
+        );
         assert_eq!(broker.stats().delivered, 0);
         stage.end().await;
     }

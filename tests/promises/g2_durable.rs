@@ -104,7 +104,9 @@ async fn dies_at<S: TestStore>(
                 })
         }
     });
-    soon("the crash point", seen.wait_for(|seen| *seen)).await.unwrap();
+    soon("the crash point", seen.wait_for(|seen| *seen))
+        .await
+        .unwrap();
     process
 }
 

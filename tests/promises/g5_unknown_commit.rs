@@ -164,7 +164,11 @@ async fn a_constraint_that_fires_at_commit_is_the_handlers_fault<S: TestStore>(s
     assert_eq!(stage.processed("c").await, []);
     let held = stage.held().await;
     assert_eq!((held[0].state.as_str(), held[0].attempts), ("dead", 2));
-    assert!(held[0].failures.contains("commit_refused"), "{}", held[0].failures);
+    assert!(
+        held[0].failures.contains("commit_refused"),
+        "{}",
+        held[0].failures
+    );
     stage.end().await;
 }
 

@@ -66,7 +66,9 @@ async fn several_instances_count_together<S: TestStore>(stage: Stage<S>) {
     for _ in 0..3 {
         let (handler, runs) = Scripted::new(&stage, |_, _| Act::Fail("no".into()));
         let store = S::another(&stage).await;
-        let consumer = Consumer::builder("c", store).retry(policy.clone()).handler(handler);
+        let consumer = Consumer::builder("c", store)
+            .retry(policy.clone())
+            .handler(handler);
         instances.push(Running::start(consumer.source(broker.source())));
         counts.push(runs);
     }

@@ -48,7 +48,8 @@ async fn applied_once_and_nothing_counted(stage: &Stage<PostgresStore>, runs: &R
 }
 
 /// The session of a handler that has written its effect and waits.
-const WAITING: &str = "FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%{s}.effects%'";
+const WAITING: &str =
+    "FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%{s}.effects%'";
 
 async fn written(stage: &Stage<PostgresStore>) {
     until("the handler's write", async || {
@@ -101,11 +102,7 @@ async fn an_outage_in_the_middle_of_work(outage: Outage) {
     }
     // Long enough for a loop without backoff to show itself.
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(
-        broker.stats().released,
-        0,
-        "{outage:?}: what is in hand is kept"
-    );
+    assert_eq!(broker.stats().released, 0, "{outage:?}: what is in hand is kept");
     let tried = proxy.accepted() - connections;
     assert!(tried < 40, "{outage:?}: {tried} connections in 3 s");
     match outage {
@@ -159,9 +156,13 @@ async fn a_handler_that_times_out_on_a_frozen_server_has_not_failed() {
         .handler_timeout(Duration::from_millis(600));
     let running = Running::start(consumer);
     broker.publish(event("x", "1"));
-    let sleeping = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_sleep(0.2)%' AND state = 'active'
+    let sleeping =
+        "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_sleep(0.2)%' AND state = 'active'
                        AND pid <> pg_backend_pid()";
-    until("the handler's statement", async || stage.number(sleeping, "").await > 0).await;
+    until("the handler's statement", async || {
+        stage.number(sleeping, "").await > 0
+    })
+    .await;
     proxy.freeze();
     not_ready(&running, "paused").await;
     proxy.thaw();
@@ -453,7 +454,10 @@ async fn a_session_that_was_ended_by_an_operator_is_not_an_attempt() {
 
 async fn nothing_to_do_is_healthy<S: TestStore>(stage: Stage<S>) {
     let (handler, _) = Scripted::applies(&stage);
-    let consumer = stage.consumer("c").source(Broker::new().source()).handler(handler);
+    let consumer = stage
+        .consumer("c")
+        .source(Broker::new().source())
+        .handler(handler);
     let running = Running::start(consumer);
     ready(&running).await;
     // Some turns of the loop and polls of the inbox later.
@@ -473,7 +477,11 @@ async fn a_source_that_panics_is_not_healthy<S: TestStore>(stage: Stage<S>) {
     let health = running.health.clone();
     let error = running.ended().await.unwrap_err();
     assert!(error.to_string().contains("panicked"), "{error}");
-    assert!(health.live().to_string().contains("has ended"), "{}", health.live());
+    assert!(
+        health.live().to_string().contains("has ended"),
+        "{}",
+        health.live()
+    );
     stage.end().await;
 }
 
@@ -485,7 +493,10 @@ impl onlyonce::source::Source for Panics {
         Ok(())
     }
 
-    async fn receive(&mut self, _: usize) -> Result<onlyonce::source::Incoming, onlyonce::source::SourceError> {
+    async fn receive(
+        &mut self,
+        _: usize,
+    ) -> Result<onlyonce::source::Incoming, onlyonce::source::SourceError> {
         panic!("the source panicked on purpose")
     }
 

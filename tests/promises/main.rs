@@ -12,8 +12,8 @@ mod g2_durable;
 mod g3_duplicates;
 mod g4_failures;
 
+mod g13_stop;
 mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
-mod g13_stop;
 mod secrets;

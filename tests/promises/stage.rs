@@ -270,7 +270,10 @@ impl<S: TestStore> Stage<S> {
         match &self.eyes {
             Eyes::Postgres(pool) => {
                 let sql = postgres.replace("{s}", &self.schema);
-                sqlx::query_scalar(AssertSqlSafe(sql)).fetch_one(pool).await.unwrap()
+                sqlx::query_scalar(AssertSqlSafe(sql))
+                    .fetch_one(pool)
+                    .await
+                    .unwrap()
             }
             Eyes::Sqlite(pool, _) => sqlx::query_scalar(AssertSqlSafe(sqlite.to_owned()))
                 .fetch_one(pool)

@@ -207,7 +207,9 @@ impl PostgresStore {
             "SELECT min_supported, max_supported FROM {}.schema_version",
             self.schema.quoted()
         );
-        let rows = self.rows("checking the schema", sqlx::query(AssertSqlSafe(sql))).await;
+        let rows = self
+            .rows("checking the schema", sqlx::query(AssertSqlSafe(sql)))
+            .await;
         let rows = rows.map_err(|e| match e.code().as_deref() {
             Some("42P01" | "3F000") => misconfigured(format!(
                 "schema {} has no onlyonce tables (run migrate(), or apply migrations/postgres/0001_init.sql)",

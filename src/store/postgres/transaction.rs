@@ -12,8 +12,8 @@ use super::{PostgresStore, Sql};
 use crate::event::{EventKey, PayloadHash};
 use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
-    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
-    GRACE, Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
+    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, GuardError, Guarded, HeldState,
+    Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
