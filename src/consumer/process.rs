@@ -274,12 +274,8 @@ async fn conclude<S: Inbox>(
             Became::Duplicate
         }
     };
-    // A held row whose event was processed by another delivery has no commit of its own to finish it.
-    if became == Became::Duplicate
-        && let Some(lease) = &event.delivery.held
-        && let Err(error) = lane.shared.store.close_leased(lease).await
-    {
-        tracing::debug!(%error, "a finished held row was not closed; its lease runs out and it is found finished again");
+    if became == Became::Duplicate {
+        recover::close(&lane.shared, &event.delivery).await;
     }
     lane.settle(event.delivery, became, None)
 }

@@ -134,7 +134,20 @@ async fn store_letter<S: Inbox>(
 ) -> Settlement {
     match park(lane, &delivery, None, ParkedAs::Dead { reason }, failures, false).await {
         Recovery::GiveBack { after } => lane.settle(delivery, Became::Released, after),
-        _ => lane.settle(delivery, Became::DeadLettered, None),
+        _ => {
+            close(&lane.shared, &delivery).await;
+            lane.settle(delivery, Became::DeadLettered, None)
+        }
+    }
+}
+
+/// Finishes the held row that the delivery is, if it is one, where no commit does: its event was
+/// processed by another delivery, or has become a letter of its own.
+pub(super) async fn close<S: Inbox>(shared: &Shared<S>, delivery: &Delivery) {
+    if let Some(lease) = &delivery.held
+        && let Err(error) = shared.store.close_leased(lease).await
+    {
+        tracing::debug!(%error, "a finished held row was not closed; its lease runs out and it is found finished again");
     }
 }
 
