@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::Ordering;
 use super::policy::{Retry, RetryPolicy, spread};
+use crate::event::EventKey;
 use crate::handler::{FailureKind, Fault};
 use crate::reason::Reason;
 use crate::store::{CommitError, GuardError, StoreError, StoreErrorKind};
@@ -27,8 +28,8 @@ pub(crate) enum Failure {
     Refused(String),
     /// The handler left a savepoint open, so COMMIT was never sent.
     Leaked,
-    /// The handler ended our transaction by itself; part of its work may stand.
-    Escaped,
+    /// The handler ended our transaction by itself; part of its work may stand. These were claimed in it.
+    Escaped(Vec<EventKey>),
     /// A statement of ours lost against another transaction.
     Contention(String),
     /// A copy of the event is running elsewhere for longer than we wait.
@@ -101,7 +102,7 @@ pub(crate) fn is_attempt(failure: &Failure, counts: &Counts, policy: &RetryPolic
         | Failure::Aborted(_)
         | Failure::Refused(_)
         | Failure::Leaked
-        | Failure::Escaped => true,
+        | Failure::Escaped(_) => true,
         Failure::Contention(_)
         | Failure::Busy(_)
         | Failure::Unavailable(_)
@@ -136,7 +137,7 @@ pub(crate) fn decide(
         } => Decision::Dead {
             reason: Reason::UnknownEventType,
         },
-        Failure::Escaped => Decision::Dead {
+        Failure::Escaped(_) => Decision::Dead {
             reason: Reason::TransactionEscaped,
         },
         Failure::Handler {
@@ -207,13 +208,22 @@ fn contended(times: u32) -> Duration {
 }
 
 impl Failure {
+    /// What the failure of a whole batch already says about one of its events. Work that may stand
+    /// must not be done again; everything else was rolled back, and the event is run on its own.
+    pub(crate) fn of_one(&self, key: EventKey) -> Option<Self> {
+        match self {
+            Self::Escaped(claimed) if claimed.contains(&key) => Some(Self::Escaped(vec![key])),
+            _ => None,
+        }
+    }
+
     /// Whether the connection may be inside a statement, in a foreign transaction, or dead.
     pub(crate) fn spoils_connection(&self) -> bool {
         matches!(
             self,
             Self::Timeout(_)
                 | Self::Stopped
-                | Self::Escaped
+                | Self::Escaped(_)
                 | Self::Leaked
                 | Self::Unavailable(_)
                 | Self::UnknownCommit(_)
@@ -257,7 +267,7 @@ impl Failure {
             Self::Aborted(_) => "transaction_aborted",
             Self::Refused(_) => "commit_refused",
             Self::Leaked => "savepoint_leaked",
-            Self::Escaped => "transaction_escaped",
+            Self::Escaped(_) => "transaction_escaped",
             Self::Busy(_) => "busy",
             Self::Unavailable(_) => "unavailable",
             Self::UnknownCommit(_) => "commit_unknown",
@@ -278,7 +288,7 @@ impl Failure {
             | Self::Unavailable(text)
             | Self::UnknownCommit(text) => text,
             Self::Leaked => "the handler left a savepoint open, so its transaction could not be committed",
-            Self::Escaped => {
+            Self::Escaped(_) => {
                 "the handler ended the framework's transaction itself (COMMIT or ROLLBACK through cx.tx()); part of its \
                  work may stand"
             }
@@ -307,7 +317,7 @@ impl From<GuardError> for Failure {
             GuardError::Aborted(e) => Self::Aborted(format!(
                 "a failed statement was swallowed and the transaction is aborted: {e}"
             )),
-            GuardError::Escaped => Self::Escaped,
+            GuardError::Escaped(claims) => Self::Escaped(claims.keys),
             GuardError::Store(e) => e.into(),
         }
     }
@@ -374,7 +384,7 @@ mod tests {
             (Failure::Aborted(text()), 1, Unordered, "again"),
             (Failure::Refused(text()), 8, Unordered, "retries_exhausted"),
             (Failure::Leaked, 1, PerKey, "again"),
-            (Failure::Escaped, 1, Unordered, "transaction_escaped"),
+            (Failure::Escaped(Vec::new()), 1, Unordered, "transaction_escaped"),
             (
                 handler(FailureKind::Permanent, Fault::Own),
                 1,

@@ -41,15 +41,13 @@ pub(crate) async fn process<S: Inbox>(lane: &mut Lane<S>, deliveries: Vec<Delive
         if let [event] = events.as_slice() {
             tracing::Span::current().record("messaging.message.id", event.identity.id.as_str());
         }
-        if events.len() > 1
-            && let Ok(answers) = attempt(lane, &events, Outcome::Processed).await
-        {
-            for (event, answer) in events.into_iter().zip(answers) {
-                settlements.push(conclude(lane, event, answer, Outcome::Processed).await);
-            }
-        } else {
-            settlements.extend(one_by_one(lane, events).await);
-        }
+        settlements.extend(match events.len() {
+            0 | 1 => one_by_one(lane, events, None).await,
+            _ => match attempt(lane, &events, Outcome::Processed).await {
+                Ok(answers) => conclude_all(lane, events, answers).await,
+                Err(failure) => one_by_one(lane, events, Some(failure)).await,
+            },
+        });
         lane.shared.reached(CrashPoint::Settling).await;
         settlements
     }
@@ -131,8 +129,15 @@ async fn transaction<S: Inbox>(
     }
 
     let handling = Instant::now();
-    if outcome == Outcome::Processed {
-        handle(shared, &mut tx, events, &answers).await?;
+    if outcome == Outcome::Processed
+        && let Err(failure) = handle(shared, &mut tx, events, &answers).await
+    {
+        // It may have committed by itself before it failed.
+        return Err(if store.is_committed(&claims).await {
+            Failure::Escaped(claims.keys)
+        } else {
+            failure
+        });
     }
     let handled_for = handling.elapsed();
     shared.reached(CrashPoint::Handled).await;
@@ -205,7 +210,11 @@ async fn handle<S: Inbox>(
 
 /// Runs events one after the other, each with its own retries. Where order counts, an event that is
 /// given back takes the later ones of its key with it.
-async fn one_by_one<S: Inbox>(lane: &mut Lane<S>, events: Vec<Identified>) -> Vec<Settlement> {
+async fn one_by_one<S: Inbox>(
+    lane: &mut Lane<S>,
+    events: Vec<Identified>,
+    of_batch: Option<Failure>,
+) -> Vec<Settlement> {
     let mut settlements = Vec::with_capacity(events.len());
     let mut given_back = Vec::new();
     for event in events {
@@ -216,7 +225,8 @@ async fn one_by_one<S: Inbox>(lane: &mut Lane<S>, events: Vec<Identified>) -> Ve
             settlements.push(lane.settle(event.delivery, Became::Released, None));
             continue;
         }
-        let (settlement, released) = until_settled(lane, event).await;
+        let known = of_batch.as_ref().and_then(|failure| failure.of_one(event.key));
+        let (settlement, released) = until_settled(lane, event, known).await;
         if released {
             given_back.push(key);
         }
@@ -225,12 +235,20 @@ async fn one_by_one<S: Inbox>(lane: &mut Lane<S>, events: Vec<Identified>) -> Ve
     settlements
 }
 
-/// Runs one event until it is done, held, or given back.
-async fn until_settled<S: Inbox>(lane: &mut Lane<S>, mut event: Identified) -> (Settlement, bool) {
+/// Runs one event until it is done, held, or given back. `known` is how it has failed already.
+async fn until_settled<S: Inbox>(
+    lane: &mut Lane<S>,
+    mut event: Identified,
+    mut known: Option<Failure>,
+) -> (Settlement, bool) {
     let mut tally = Tally::default();
     let mut outcome = Outcome::Processed;
     loop {
-        let failure = match attempt(lane, std::slice::from_ref(&event), outcome).await {
+        let result = match known.take() {
+            Some(failure) => Err(failure),
+            None => attempt(lane, std::slice::from_ref(&event), outcome).await,
+        };
+        let failure = match result {
             Ok(answers) => return (conclude(lane, event, answers[0], outcome).await, false),
             Err(failure) => failure,
         };
@@ -243,6 +261,18 @@ async fn until_settled<S: Inbox>(lane: &mut Lane<S>, mut event: Identified) -> (
             }
         }
     }
+}
+
+async fn conclude_all<S: Inbox>(
+    lane: &mut Lane<S>,
+    events: Vec<Identified>,
+    answers: Vec<ClaimAnswer>,
+) -> Vec<Settlement> {
+    let mut settlements = Vec::with_capacity(events.len());
+    for (event, answer) in events.into_iter().zip(answers) {
+        settlements.push(conclude(lane, event, answer, Outcome::Processed).await);
+    }
+    settlements
 }
 
 /// What the claim's answer means for the delivery, now that the transaction is over.

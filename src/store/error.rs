@@ -1,6 +1,8 @@
 use std::error::Error;
 use std::fmt;
 
+use super::Claims;
+
 /// A statement of the framework's own failed. Never an attempt of the handler's.
 #[derive(Debug)]
 pub struct StoreError {
@@ -81,8 +83,8 @@ pub enum GuardError {
     /// The transaction is ours but aborted: a failed statement was swallowed. Nothing was kept.
     Aborted(StoreError),
     /// The transaction is not the one that claimed: the handler committed or rolled back by itself,
-    /// and part of its work may stand.
-    Escaped,
+    /// and part of its work may stand. These are the claims that it was given.
+    Escaped(Claims),
     /// The guard itself could not run.
     Store(StoreError),
 }

@@ -78,6 +78,10 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// alive, and finishes the held rows of its events.
     async fn guard(&self, tx: &mut Tx<'_, Self::Db>, claims: Claims) -> Result<Guarded, GuardError>;
 
+    /// Asks, beside the transaction, whether these claims are committed, although the handler failed
+    /// and nothing of ours has: then the handler did it, and part of its work stands.
+    async fn is_committed(&self, claims: &Claims) -> bool;
+
     /// Commits. `Ok` means durable.
     async fn commit(&self, tx: Tx<'_, Self::Db>, guarded: Guarded) -> Result<(), CommitError>;
 

@@ -158,21 +158,34 @@ impl Store for PostgresStore {
         let row = answer(tx.patience, guard.fetch_one(&mut **tx)).await;
         match row.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(xid) if xid.is_some() && xid == claims.mark => Ok(Guarded(())),
-            Ok(_) => Err(GuardError::Escaped),
-            Err(e) => match code(&e).as_deref() {
-                Some("25P02") => Err(GuardError::Aborted(classify("guarding", e))),
-                // A session is read-only outside our transactions. If this one is still alive the
-                // handler made it so; if not, the guard ran in a transaction of its own.
-                Some("25006") => {
-                    let alive = answer(tx.patience, sqlx::query("SELECT 1").execute(&mut **tx)).await;
-                    Err(if alive.is_err() {
-                        GuardError::Aborted(classify("guarding", e))
-                    } else {
-                        GuardError::Escaped
-                    })
-                }
-                _ => Err(GuardError::Store(classify("guarding", e))),
-            },
+            Ok(_) => Err(GuardError::Escaped(claims)),
+            Err(e) => {
+                let aborted = match code(&e).as_deref() {
+                    Some("25P02") => true,
+                    // A session is read-only outside our transactions. If the guard's error has
+                    // aborted a transaction, the handler made that one read-only; if not, the guard
+                    // ran in a transaction of its own.
+                    Some("25006") => answer(tx.patience, sqlx::query("SELECT 1").execute(&mut **tx))
+                        .await
+                        .is_err(),
+                    _ => return Err(GuardError::Store(classify("guarding", e))),
+                };
+                // What is aborted may be another transaction, begun after the handler's own COMMIT.
+                Err(if !aborted || self.is_committed(&claims).await {
+                    GuardError::Escaped(claims)
+                } else {
+                    GuardError::Aborted(classify("guarding", e))
+                })
+            }
+        }
+    }
+
+    async fn is_committed(&self, claims: &Claims) -> bool {
+        let status = sqlx::query("SELECT pg_xact_status($1::text::xid8)").bind(claims.mark.clone());
+        match self.row("asking what became of a transaction", status).await {
+            Ok(row) => row.try_get::<Option<&str>, _>(0).ok().flatten() == Some("committed"),
+            // Then this process cannot write a letter about it either.
+            Err(_) => false,
         }
     }
 

@@ -27,6 +27,9 @@ pub(super) fn classify_begin(doing: &str, error: sqlx::Error) -> StoreError {
 /// The extended code of a commit that a hook did not let through.
 pub(super) const COMMIT_HOOK: i32 = 531;
 
+/// The session may not write, by `PRAGMA query_only`.
+pub(super) const READ_ONLY: i32 = 8;
+
 /// The extended result code, which sqlx has as a decimal text.
 pub(super) fn code(error: &sqlx::Error) -> Option<i32> {
     error.as_database_error()?.code()?.parse().ok()

@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use sqlx::sqlite::{Sqlite, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Row as _};
 
-use super::classify::{COMMIT_HOOK, classify, classify_begin, code, primary};
+use super::classify::{COMMIT_HOOK, READ_ONLY, classify, classify_begin, code, primary};
 use super::options::{IN_MEMORY, RESERVE};
 use super::{SqliteStore, sql};
 use crate::event::EventKey;
@@ -150,12 +150,16 @@ impl Store for SqliteStore {
             Ok(done) => done.rows_affected(),
             // It was a transaction of its own, which our hook did not let commit.
             Err(e) if code(&e) == Some(COMMIT_HOOK) => 0,
+            // The claim could be written, so it is the handler that has forbidden writing since.
+            Err(e) if code(&e) == Some(READ_ONLY) => {
+                return Err(GuardError::Aborted(classify("guarding", e)));
+            }
             Err(e) => return Err(guarding(e)),
         };
         // Also where SQLite itself rolled back (a full disk, RAISE(ROLLBACK)) and the handler swallowed
         // the error: what it wrote after that was outside any transaction, as after its own ROLLBACK.
         if unmarked == 0 || unmarked != claims.keys.len() as u64 {
-            return Err(GuardError::Escaped);
+            return Err(GuardError::Escaped(claims));
         }
         sqlx::query(sql::FINISH)
             .bind(&keys)
@@ -164,6 +168,11 @@ impl Store for SqliteStore {
             .await
             .map_err(guarding)?;
         Ok(Guarded(()))
+    }
+
+    async fn is_committed(&self, _claims: &Claims) -> bool {
+        // The mark does not let a handler's COMMIT through, so what failed has left nothing.
+        false
     }
 
     async fn commit(&self, tx: Tx<'_, Sqlite>, _guarded: Guarded) -> Result<(), CommitError> {
@@ -234,10 +243,14 @@ impl Store for SqliteStore {
     }
 }
 
-/// The transaction and the one limit that SQLite knows: how long to wait for another process.
+/// The transaction, that it may write, and the one limit that SQLite knows: how long to wait for
+/// another process.
 fn begin_statement(limits: &Limits) -> String {
     let ms = limits.lock_timeout.as_millis().clamp(1, i32::MAX as u128);
-    format!("PRAGMA busy_timeout = {ms}; {}", sql::BEGIN)
+    format!(
+        "PRAGMA query_only = OFF; PRAGMA busy_timeout = {ms}; {}",
+        sql::BEGIN
+    )
 }
 
 async fn insert(

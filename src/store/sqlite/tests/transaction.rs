@@ -152,7 +152,7 @@ async fn escape(bench: &Bench, store: &SqliteStore, handler: &[&'static str]) ->
         let _ = run(&mut tx, sql).await;
     }
     assert!(
-        matches!(store.guard(&mut tx, claims).await, Err(GuardError::Escaped)),
+        matches!(store.guard(&mut tx, claims).await, Err(GuardError::Escaped(_))),
         "{handler:?}"
     );
     drop(tx);
