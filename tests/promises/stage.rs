@@ -494,7 +494,7 @@ pub(crate) fn events(n: usize) -> Vec<RawEvent> {
 }
 
 /// The longest a test waits for something that should happen at once.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// Fails the test when something that must happen does not.
 pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
