@@ -21,9 +21,14 @@ pub(crate) struct Window {
     bytes: usize,
     max_count: usize,
     max_bytes: usize,
+    /// How large a delivery may be, from what came before: the largest, slowly forgotten.
+    expected_bytes: usize,
     batch: usize,
     next_lane: usize,
 }
+
+/// How large deliveries are taken to be before there were any: what most brokers allow by default.
+const LARGE: usize = 1 << 20;
 
 struct InHand {
     bytes: usize,
@@ -50,18 +55,20 @@ impl Window {
             bytes: 0,
             max_count,
             max_bytes,
+            expected_bytes: LARGE,
             batch,
             next_lane: 0,
         }
     }
 
-    /// How many more deliveries may be received. An oversized one is let in alone.
+    /// How many more deliveries may be received. Nobody knows how large they are, so no more are asked
+    /// for than fit if they are like those before. An oversized one is let in alone.
     pub(crate) fn room(&self) -> usize {
-        if self.bytes >= self.max_bytes {
-            0
-        } else {
-            self.max_count.saturating_sub(self.in_hand.len())
-        }
+        let Some(bytes) = self.max_bytes.checked_sub(self.bytes).filter(|left| *left > 0) else {
+            return 0;
+        };
+        let count = self.max_count.saturating_sub(self.in_hand.len());
+        count.min((bytes / self.expected_bytes).max(1))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -73,6 +80,7 @@ impl Window {
             let bytes = delivery.event.size();
             let key = delivery.event.key.clone();
             self.bytes += bytes;
+            self.expected_bytes = bytes.max(self.expected_bytes - self.expected_bytes / 64).max(1);
             let queue = self.queue_of(key.as_deref());
             self.in_hand.insert(delivery.receipt, InHand { bytes, key });
             self.queues[queue].push_back(delivery);
@@ -210,6 +218,15 @@ mod tests {
         )
     }
 
+    fn sized(receipt: u64, bytes: usize) -> Delivery {
+        let payload = Some(vec![0; bytes].into());
+        let event = RawEvent {
+            payload,
+            ..Default::default()
+        };
+        Delivery::new(Receipt(receipt), event)
+    }
+
     fn receipts(settlements: &[Settlement]) -> Vec<u64> {
         settlements.iter().map(|s| s.receipt.0).collect()
     }
@@ -229,6 +246,20 @@ mod tests {
             1,
             "two of three in hand, twenty of twenty-five bytes"
         );
+    }
+
+    #[test]
+    fn no_more_is_asked_for_than_fits_if_it_is_like_what_came() {
+        let mut window = Window::new(Ordering::Unordered, 2, 1, 1000, 3 << 20);
+        assert_eq!(window.room(), 3, "it may be as large as brokers allow");
+        window.admit((0..3).map(|n| sized(n, 1 << 20)).collect());
+        assert_eq!(window.room(), 0);
+        window.lose_all();
+        window.admit((0..900).map(|n| sized(n, 1024)).collect());
+        assert_eq!(window.room(), 100, "small ones are bounded by count");
+        window.lose_all();
+        window.admit(vec![sized(1, 2 << 20)]);
+        assert_eq!(window.room(), 1, "a large one is remembered");
     }
 
     #[test]

@@ -16,4 +16,5 @@ mod g13_stop;
 mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
+mod limits;
 mod secrets;

@@ -159,6 +159,11 @@ impl TestStore for SqliteStore {
 }
 
 impl Stage<PostgresStore> {
+    /// Options for another store on the same tables.
+    pub(crate) fn options(&self) -> onlyonce::store::postgres::PostgresOptions {
+        onlyonce::store::postgres::PostgresOptions::new(postgres_url().unwrap()).schema(&self.schema)
+    }
+
     /// A role of the test's own that may use the stage's schema, and its URL.
     pub(crate) async fn role(&self) -> (String, String) {
         let name = format!("{}_role", self.schema);
