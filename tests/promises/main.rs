@@ -17,4 +17,5 @@ mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
 mod limits;
+mod schema;
 mod secrets;
