@@ -17,5 +17,7 @@ mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
 mod limits;
+mod queue;
+mod retention;
 mod schema;
 mod secrets;
