@@ -41,6 +41,7 @@ struct State {
     ready: VecDeque<Message>,
     unacked: HashMap<Receipt, Message>,
     next_receipt: u64,
+    last_place: u64,
     /// Counts up when all consumers' connections are lost; receipts of earlier sessions are void.
     session: u64,
     chaos: Chaos,
@@ -50,6 +51,8 @@ struct State {
 }
 
 struct Message {
+    /// Its place in the queue, to which it returns when it is given back.
+    place: u64,
     event: RawEvent,
     delivered: u32,
     not_before: Option<Instant>,
@@ -75,6 +78,7 @@ impl Broker {
             ready: VecDeque::new(),
             unacked: HashMap::new(),
             next_receipt: 0,
+            last_place: 0,
             session: 0,
             chaos: Chaos {
                 max_copies: 1,
@@ -123,7 +127,8 @@ impl Broker {
         };
         for _ in 0..copies {
             state.stats.published += 1;
-            state.ready.push_back(Message {
+            state.append(Message {
+                place: 0,
                 event: event.clone(),
                 delivered: 0,
                 not_before: None,
@@ -149,10 +154,9 @@ impl Broker {
     pub fn kill(&self) {
         let mut state = self.lock();
         state.session += 1;
-        let mut back: Vec<(Receipt, Message)> = state.unacked.drain().collect();
-        back.sort_by_key(|(receipt, _)| std::cmp::Reverse(*receipt));
-        for (_, message) in back {
-            state.ready.push_front(message);
+        let back: Vec<Message> = state.unacked.drain().map(|(_, message)| message).collect();
+        for message in back {
+            state.put_back(message);
         }
         drop(state);
         self.changed.notify_waiters();
@@ -224,6 +228,18 @@ impl Default for Broker {
 }
 
 impl State {
+    fn append(&mut self, message: Message) {
+        self.last_place += 1;
+        let place = self.last_place;
+        self.ready.push_back(Message { place, ..message });
+    }
+
+    /// As brokers do where they can: several that are given back at once keep their order.
+    fn put_back(&mut self, message: Message) {
+        let index = self.ready.partition_point(|other| other.place < message.place);
+        self.ready.insert(index, message);
+    }
+
     /// The next deliveries, or when one will be due.
     fn take(&mut self, max: usize) -> Result<Vec<Delivery>, Option<Instant>> {
         if max == 0 {
@@ -248,7 +264,7 @@ impl State {
                     delivered: message.delivered + 1,
                     ..message
                 };
-                self.ready.push_back(copy);
+                self.append(copy);
             }
             self.next_receipt += 1;
             self.stats.delivered += 1;
@@ -276,13 +292,13 @@ impl State {
         match settlement.verdict {
             Settle::Ack if self.random.f64() < self.chaos.drop_acks => {
                 self.stats.acks_dropped += 1;
-                self.ready.push_back(message);
+                self.append(message);
             }
             Settle::Ack => self.stats.acked += 1,
             Settle::Release { after } => {
                 self.stats.released += 1;
                 message.not_before = after.map(|after| Instant::now() + after);
-                self.ready.push_front(message);
+                self.put_back(message);
             }
         }
     }
@@ -410,9 +426,9 @@ impl Drop for BrokerSource {
     fn drop(&mut self) {
         let mut state = self.broker.lock();
         if state.session == self.session {
-            for receipt in std::mem::take(&mut self.outstanding).into_iter().rev() {
+            for receipt in std::mem::take(&mut self.outstanding) {
                 if let Some(message) = state.unacked.remove(&receipt) {
-                    state.ready.push_front(message);
+                    state.put_back(message);
                 }
             }
         }

@@ -11,12 +11,12 @@ mod g1_one_transaction;
 mod g2_durable;
 mod g3_duplicates;
 mod g4_failures;
-
 mod g13_stop;
 mod g5_unknown_commit;
 mod g8_attempts;
 mod g9_outage;
 mod limits;
+mod ordering;
 mod queue;
 mod retention;
 mod schema;
