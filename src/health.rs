@@ -3,7 +3,9 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::consumer::Gate;
 use crate::source::{SourceError, SourceHealth};
@@ -227,4 +229,63 @@ impl LoopHealth {
 /// Health must be readable after a panic elsewhere: the values are replaced whole, never half.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loop_that_stands_still_is_neither_live_nor_ready() {
+        let gate = Arc::new(Gate::new("orders", Duration::from_secs(60)));
+        let consumer = Arc::new(ConsumerHealth::new("orders", gate.clone()));
+        let health = Health::default();
+        health.add(consumer.clone());
+        assert!(health.live().ok, "starting is no reason to restart");
+        assert_eq!(health.ready().reasons, ["consumer orders: not started"]);
+
+        consumer.waiting_for(None);
+        let main = consumer.add_loop("main");
+        main.started();
+        for _ in 0..100 {
+            tokio::time::advance(Duration::from_secs(20)).await;
+            main.beat();
+            assert!(health.live().ok && health.ready().ok, "{health:?}");
+        }
+        tokio::time::advance(STUCK + Duration::from_secs(1)).await;
+        let stuck = ["consumer orders: the main loop has not moved for 31 s"];
+        assert_eq!(health.live().reasons, stuck);
+        assert_eq!(health.ready().reasons, stuck);
+        main.beat();
+        assert!(health.live().ok && health.ready().ok);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_outage_is_a_reason_not_to_be_ready_and_none_to_restart() {
+        let gate = Arc::new(Gate::new("orders", Duration::from_secs(60)));
+        let consumer = Arc::new(ConsumerHealth::new("orders", gate.clone()));
+        let health = Health::default();
+        health.add(consumer.clone());
+        consumer.waiting_for(None);
+        let main = consumer.add_loop("main");
+        main.started();
+        gate.close("no route to host");
+        main.source(SourceHealth::down("the queue is gone"));
+        assert!(health.live().ok);
+        assert_eq!(
+            health.ready().reasons,
+            [
+                "consumer orders: paused, no route to host",
+                "consumer orders: main source: the queue is gone"
+            ]
+        );
+        consumer.set_backlog(Backlog {
+            due: 3,
+            oldest_due: OVERDUE + Duration::from_secs(1),
+            ..Backlog::default()
+        });
+        assert!(health.ready().to_string().contains("3 held events are due"));
+        consumer.ended();
+        assert_eq!(health.live().reasons, ["consumer orders has ended"]);
+    }
 }

@@ -387,3 +387,70 @@ async fn the_window_is_bounded_by_bytes<S: TestStore>(stage: Stage<S>) {
     assert_eq!(stage.effects().await.len(), 100);
     stage.end().await;
 }
+
+/// Eight tasks enqueue and one consumer works while another program writes to the file all the time.
+/// Being busy is nobody's failure.
+#[cfg(feature = "sqlite")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn other_writers_of_a_file_cost_no_attempts() {
+    use onlyonce::inbox::Queue;
+    use onlyonce::store::SqliteStore;
+    use sqlx::SqliteConnection;
+
+    let stage = SqliteStore::fresh().await.unwrap();
+    stage
+        .execute("", "CREATE TABLE outside (n INTEGER); INSERT INTO outside VALUES (0)")
+        .await;
+    let file = stage.file();
+    let outside = tokio::spawn(async move {
+        let mut other = SqliteConnection::connect(&file).await.unwrap();
+        sqlx::raw_sql("PRAGMA busy_timeout = 10000").execute(&mut other).await.unwrap();
+        loop {
+            sqlx::raw_sql("BEGIN IMMEDIATE; UPDATE outside SET n = n + 1")
+                .execute(&mut other)
+                .await
+                .unwrap();
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            sqlx::raw_sql("COMMIT").execute(&mut other).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    });
+    let (handler, runs) = Scripted::new(&stage, |run, event| match event.identity.id.as_str() {
+        "t0-0" if run == 1 => Act::Fail("no".into()),
+        _ => Act::Apply,
+    });
+    let broker = Broker::new();
+    let consumer = stage
+        .consumer("c")
+        .source(broker.source())
+        .handler(handler)
+        .lock_timeout(Duration::from_millis(50))
+        .retry(RetryPolicy::none().delays([Duration::ZERO]));
+    let running = Running::start(consumer);
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..8 {
+        let (queue, broker) = (Queue::new(stage.store.clone(), "c"), broker.clone());
+        tasks.spawn(async move {
+            for n in 0..5 {
+                broker.publish(event(format!("b{task}-{n}"), "1"));
+                queue.enqueue(event(format!("t{task}-{n}"), "1")).await.unwrap();
+            }
+        });
+    }
+    soon("the tasks", tasks.join_all()).await;
+    soon("the acks", broker.drained()).await;
+    until("the empty inbox", async || stage.held().await.is_empty()).await;
+    let effects = stage.effects().await;
+    assert_eq!(effects.len(), 80);
+    assert!(effects.values().all(|n| *n == 1));
+    assert_eq!(runs.attempts_of("t0-0"), [1, 2]);
+    assert_eq!(
+        runs.attempts_of("t1-1").last(),
+        Some(&1),
+        "waiting for the file is not an attempt"
+    );
+    assert!(!outside.is_finished(), "the other program was not disturbed");
+    outside.abort();
+    running.stop().await;
+    stage.end().await;
+}

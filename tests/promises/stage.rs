@@ -137,11 +137,8 @@ impl TestStore for SqliteStore {
     }
 
     fn another(stage: &Stage<Self>) -> Opening<Self> {
-        let Eyes::Sqlite(_, dir) = &stage.eyes else {
-            unreachable!("a stage of SQLite")
-        };
-        let path = dir.path().join("test.db");
-        Box::pin(async move { SqliteStore::connect(path.to_str().unwrap()).await.unwrap() })
+        let file = stage.file();
+        Box::pin(async move { SqliteStore::connect(&file).await.unwrap() })
     }
 
     async fn write(conn: &mut sqlx::SqliteConnection, _schema: &str, id: &str) -> sqlx::Result<()> {
@@ -180,6 +177,17 @@ impl Stage<PostgresStore> {
     pub(crate) async fn drop_role(&self) {
         let drop = "DROP OWNED BY {s}_role; DROP ROLE {s}_role";
         self.execute(drop, "").await;
+    }
+}
+
+#[cfg(feature = "sqlite")]
+impl Stage<SqliteStore> {
+    /// The path of the database.
+    pub(crate) fn file(&self) -> String {
+        let Eyes::Sqlite(_, dir) = &self.eyes else {
+            unreachable!("a stage of SQLite")
+        };
+        dir.path().join("test.db").to_str().unwrap().to_owned()
     }
 }
 
