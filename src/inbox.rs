@@ -3,7 +3,7 @@
 //! Every consumer reads its held events through an [`InboxSource`]. With it as a consumer's only
 //! source, and [`Queue`] to fill it, the framework runs with no broker at all.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -139,6 +139,8 @@ pub struct InboxSource<S> {
     leasing: Option<JoinHandle<Result<Vec<HeldEvent>, StoreError>>>,
     /// Leases that are on their way back.
     giving_back: JoinSet<()>,
+    /// Leased by a dropped call that had room for more than the one after it.
+    leftover: VecDeque<Delivery>,
     renewal: Option<JoinHandle<()>>,
     stopped: bool,
     problem: Arc<Mutex<Option<String>>>,
@@ -165,6 +167,7 @@ impl<S: Inbox> InboxSource<S> {
             failures: 0,
             leasing: None,
             giving_back: JoinSet::new(),
+            leftover: VecDeque::new(),
             renewal: None,
             stopped: false,
             problem: Arc::default(),
@@ -179,8 +182,13 @@ impl<S: Inbox> InboxSource<S> {
 
     fn deliver(&mut self, held: Vec<HeldEvent>) -> Vec<Delivery> {
         let mut leased = lock(&self.leased);
+        let leased = &mut *leased;
         held.into_iter()
             .map(|held| {
+                // A row that comes again while we had it was lost meanwhile, before a renewal could
+                // notice; from now on a renewal would take the new lease for the old one.
+                let old = leased.held.extract_if(|_, lease| lease.id == held.lease.id);
+                leased.lost.extend(old.map(|(receipt, _)| receipt));
                 leased.next_receipt += 1;
                 let receipt = Receipt(leased.next_receipt);
                 leased.held.insert(receipt, held.lease.clone());
@@ -194,6 +202,15 @@ impl<S: Inbox> InboxSource<S> {
                 delivery
             })
             .collect()
+    }
+
+    /// Up to `max` of what was leased and is still ours.
+    fn hand_out(&mut self, max: usize) -> Vec<Delivery> {
+        let leased = lock(&self.leased);
+        self.leftover
+            .retain(|delivery| leased.held.contains_key(&delivery.receipt));
+        let count = self.leftover.len().min(max);
+        self.leftover.drain(..count).collect()
     }
 
     /// Leases due events, or takes what the query begun by a dropped call has leased. Cancel-safe.
@@ -284,6 +301,10 @@ impl<S: Inbox> Source for InboxSource<S> {
                 changed.await;
                 continue;
             }
+            let deliveries = self.hand_out(max);
+            if !deliveries.is_empty() {
+                return Ok(Incoming::Deliveries(deliveries));
+            }
             tokio::select! {
                 () = changed => continue,
                 () = sleep_until(self.next_poll) => {}
@@ -292,7 +313,8 @@ impl<S: Inbox> Source for InboxSource<S> {
             if held.is_empty() {
                 continue;
             }
-            return Ok(Incoming::Deliveries(self.deliver(held)));
+            let deliveries = self.deliver(held);
+            self.leftover.extend(deliveries);
         }
     }
 
@@ -314,20 +336,28 @@ impl<S: Inbox> Source for InboxSource<S> {
     }
 
     async fn pause(&mut self) -> Result<(), SourceError> {
-        // Nothing is buffered here, and there is no database to tell.
+        // There is no database to tell; what was leased and not handed out stays leased until it is.
         Ok(())
     }
 
     async fn stop(&mut self) -> Result<(), SourceError> {
         self.stopped = true;
-        if let Some(leasing) = self.leasing.take() {
-            // What the last query has leased was not handed out: it goes back at once.
-            let leases = async move {
+        // What was leased and not handed out goes back at once.
+        let mut leases: Vec<Lease> = {
+            let mut leased = lock(&self.leased);
+            let left = self.leftover.drain(..);
+            left.filter_map(|delivery| leased.held.remove(&delivery.receipt))
+                .collect()
+        };
+        let leasing = self.leasing.take();
+        let leases = async move {
+            if let Some(leasing) = leasing {
                 let held = leasing.await.ok().and_then(Result::ok).unwrap_or_default();
-                held.into_iter().map(|held| held.lease).collect()
-            };
-            self.give_back(leases, Duration::ZERO);
-        }
+                leases.extend(held.into_iter().map(|held| held.lease));
+            }
+            leases
+        };
+        self.give_back(leases, Duration::ZERO);
         Ok(())
     }
 
@@ -403,4 +433,69 @@ impl<S: Inbox> Renewal<S> {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     // The maps are changed by single inserts and removes: a panic leaves them whole.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+    use crate::store::{Operations as _, SqliteStore};
+
+    async fn queue(dir: &tempfile::TempDir, events: u32) -> SqliteStore {
+        let path = dir.path().join("test.db");
+        let store = SqliteStore::connect(path.to_str().unwrap()).await.unwrap();
+        store.migrate().await.unwrap();
+        let queue = Queue::new(store.clone(), "c").identity(IdentityRules::header("id", "test"));
+        for n in 0..events {
+            let event = RawEvent {
+                headers: [("id", n.to_string())].into_iter().collect(),
+                ..Default::default()
+            };
+            assert_eq!(queue.enqueue(event).await.unwrap(), Enqueued::New);
+        }
+        store
+    }
+
+    async fn receive(source: &mut InboxSource<SqliteStore>, max: usize) -> Vec<Delivery> {
+        match source.receive(max).await.unwrap() {
+            Incoming::Deliveries(deliveries) => deliveries,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn what_a_dropped_call_has_leased_is_handed_out_within_the_next_ones_room() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = queue(&dir, 5).await;
+        let mut source = InboxSource::new(store.clone(), "c");
+        while source.leasing.is_none() {
+            assert!(source.receive(5).now_or_never().is_none());
+            sleep(Duration::from_millis(1)).await;
+        }
+        let deliveries = receive(&mut source, 2).await;
+        assert_eq!(deliveries.len(), 2);
+        assert_eq!(store.lease("c", 9, Duration::ZERO).await.unwrap().len(), 0);
+        source.stop().await.unwrap();
+        source
+            .settle(deliveries.into_iter().map(Delivery::ack).collect())
+            .await
+            .unwrap();
+        assert!(matches!(source.receive(0).await, Ok(Incoming::Closed)));
+        let given_back = store.lease("c", 9, Duration::from_secs(9)).await.unwrap();
+        assert_eq!(given_back.len(), 3, "what was not handed out is due again");
+    }
+
+    #[tokio::test]
+    async fn a_row_that_comes_again_was_lost_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = queue(&dir, 1).await;
+        let mut source = InboxSource::new(store.clone(), "c").lease(Duration::ZERO);
+        let first = receive(&mut source, 1).await.remove(0);
+        let Incoming::Lost(lost) = source.receive(1).await.unwrap() else {
+            panic!("the lease ran out")
+        };
+        assert_eq!(lost, [first.receipt]);
+        assert_ne!(receive(&mut source, 1).await[0].receipt, first.receipt);
+    }
 }
