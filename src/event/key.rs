@@ -46,7 +46,8 @@ impl EventKey {
 pub struct PayloadHash(pub(crate) [u8; 16]);
 
 impl PayloadHash {
-    pub(crate) fn of(payload: Option<&[u8]>) -> Self {
+    /// The hash of this body; a null payload has one of its own.
+    pub fn of(payload: Option<&[u8]>) -> Self {
         match payload {
             Some(body) => Self(first_16(Sha256::digest(body).as_slice())),
             // A tombstone is not an empty body: it hashes as nothing else can.

@@ -17,7 +17,7 @@ pub struct Connection<Db: Database> {
 impl<Db: Database> Connection<Db> {
     /// Whether the connection is outside any transaction, as far as the client knows. After a commit
     /// it must be: otherwise a leaked savepoint made `COMMIT` a mere release of that savepoint.
-    pub(crate) fn is_clean(&self) -> bool {
+    pub fn is_clean(&self) -> bool {
         !self.conn.is_in_transaction()
     }
 }
@@ -33,7 +33,8 @@ pub struct Tx<'c, Db: Database> {
 }
 
 impl<Db: Database> Tx<'_, Db> {
-    pub(crate) async fn rollback(self) -> Result<(), sqlx::Error> {
+    /// Rolls back and waits until that is done.
+    pub async fn rollback(self) -> Result<(), sqlx::Error> {
         answer(self.patience, self.tx.rollback()).await
     }
 }

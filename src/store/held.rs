@@ -119,6 +119,25 @@ pub(crate) fn storable(text: &str, max: usize) -> String {
 /// The most failures that are kept with a row.
 pub(crate) const FAILURES: usize = 20;
 
+impl<'a> Parked<'a> {
+    /// An event without failures so far.
+    pub fn new(
+        consumer: &'a str,
+        key: Option<(EventKey, &'a Identity)>,
+        event: &'a RawEvent,
+        becomes: ParkedAs,
+    ) -> Self {
+        Self {
+            consumer,
+            key,
+            event,
+            becomes,
+            failures: &[],
+            escaped: false,
+        }
+    }
+}
+
 impl Parked<'_> {
     /// The failures that are kept; attempts are counted by all of them.
     pub(crate) fn newest_failures(&self) -> &[Attempt] {
