@@ -1,0 +1,405 @@
+//! The suite rejects stores that are broken on purpose, each by the promise that names its fault. They
+//! wrap the real ones: proofs such as `Guarded` can be had from nobody else.
+
+mod support;
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use onlyonce::async_trait;
+use onlyonce::event::{EventKey, Identity, PayloadHash};
+use onlyonce::store::{
+    Backlog, ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, GuardError, Guarded, HeldEvent,
+    Inbox, Lease, Limits, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx,
+};
+use onlyonce_conformance::{Conn, Result, Sqlite, StoreHarness, block_on, store};
+use sqlx::Database;
+use support::Postgres;
+
+/// What is wrong with a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    KeepsClaimsOfRollbacks,
+    PassesWhatTheGuardRefuses,
+    TakesNeighboursForDuplicates,
+    ForgetsPayloads,
+    SaysCommittedAndRollsBack,
+    CommitsWhatFailed,
+    SeesCommitsEverywhere,
+    WaitsForEver,
+    ParksWhatWasProcessed,
+    LeasesTwice,
+    IgnoresTokens,
+    RenewsNothing,
+    GivesBackAtOnce,
+    EnqueuesTwice,
+    PurgesEverything,
+    ChecksNothing,
+    ForgetsBusinessClaims,
+}
+
+#[derive(Clone)]
+struct Faulty<S> {
+    inner: S,
+    fault: Fault,
+    claimed: Arc<Mutex<HashSet<EventKey>>>,
+    /// A proof from another transaction.
+    stolen: Arc<Mutex<Option<Guarded>>>,
+    newest: Arc<Mutex<Option<Lease>>>,
+}
+
+impl<S: Inbox> Faulty<S> {
+    fn is(&self, fault: Fault) -> bool {
+        self.fault == fault
+    }
+
+    /// Lets the guard pass a transaction in which nothing is wrong, and keeps the proof.
+    async fn steal_proof(&self, conn: &mut Connection<S::Db>) {
+        let identity = Identity::strong("stolen", "proof").expect("a valid identity");
+        let request = ClaimRequest {
+            key: EventKey::of_event("thief", "stolen", "proof"),
+            consumer: "thief",
+            identity: &identity,
+            payload_hash: PayloadHash::of(None),
+            own: None,
+        };
+        let mut tx = self.inner.begin(conn, &Limits::default()).await.expect("begin");
+        let (_, claims) = self
+            .inner
+            .claim(&mut tx, &[request], Outcome::Processed)
+            .await
+            .expect("claim");
+        let proof = self.inner.guard(&mut tx, claims).await.expect("guard");
+        tx.rollback().await.expect("rollback");
+        *self.stolen.lock().expect("unpoisoned") = Some(proof);
+    }
+
+    fn stolen(&self) -> Option<Guarded> {
+        self.stolen.lock().expect("unpoisoned").take()
+    }
+
+    /// A lease with the newest token of all.
+    fn with_newest_token(&self, lease: &Lease) -> Lease {
+        let newest = self.newest.lock().expect("unpoisoned").clone();
+        newest.unwrap_or_else(|| lease.clone())
+    }
+}
+
+#[async_trait]
+impl<S: Inbox> Store for Faulty<S> {
+    type Db = S::Db;
+
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn max_connections(&self) -> u32 {
+        self.inner.max_connections()
+    }
+
+    fn pool_id(&self) -> usize {
+        self.inner.pool_id()
+    }
+
+    fn max_useful_lanes(&self) -> Option<usize> {
+        self.inner.max_useful_lanes()
+    }
+
+    async fn open(&self) -> std::result::Result<Connection<Self::Db>, StoreError> {
+        let mut conn = self.inner.open().await?;
+        if self.is(Fault::PassesWhatTheGuardRefuses) {
+            self.steal_proof(&mut conn).await;
+        }
+        Ok(conn)
+    }
+
+    async fn begin<'c>(
+        &self,
+        conn: &'c mut Connection<Self::Db>,
+        limits: &Limits,
+    ) -> std::result::Result<Tx<'c, Self::Db>, StoreError> {
+        let mut limits = limits.clone();
+        if self.is(Fault::WaitsForEver) {
+            limits.lock_timeout = Duration::from_secs(3600);
+        }
+        self.inner.begin(conn, &limits).await
+    }
+
+    async fn claim(
+        &self,
+        tx: &mut Tx<'_, Self::Db>,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+    ) -> std::result::Result<(Vec<ClaimAnswer>, Claims), StoreError> {
+        let (mut answers, claims) = self.inner.claim(tx, requests, outcome).await?;
+        let duplicate = ClaimAnswer::Duplicate {
+            same_payload: true,
+            outcome: Outcome::Processed,
+        };
+        let any_duplicate = answers
+            .iter()
+            .any(|answer| matches!(answer, ClaimAnswer::Duplicate { .. }));
+        for (request, answer) in requests.iter().zip(&mut answers) {
+            let first = self.claimed.lock().expect("unpoisoned").insert(request.key);
+            match (self.fault, &answer) {
+                (Fault::KeepsClaimsOfRollbacks, ClaimAnswer::New) if !first => *answer = duplicate,
+                (Fault::TakesNeighboursForDuplicates, _) if any_duplicate => *answer = duplicate,
+                (Fault::ForgetsPayloads, ClaimAnswer::Duplicate { .. }) => *answer = duplicate,
+                _ => {}
+            }
+        }
+        Ok((answers, claims))
+    }
+
+    async fn guard(
+        &self,
+        tx: &mut Tx<'_, Self::Db>,
+        claims: Claims,
+    ) -> std::result::Result<Guarded, GuardError> {
+        match self.inner.guard(tx, claims).await {
+            Err(refused) => self.stolen().ok_or(refused),
+            passed => passed,
+        }
+    }
+
+    async fn commit(&self, tx: Tx<'_, Self::Db>, guarded: Guarded) -> std::result::Result<(), CommitError> {
+        if self.is(Fault::SaysCommittedAndRollsBack) {
+            let _ = tx.rollback().await;
+            return Ok(());
+        }
+        let committed = self.inner.commit(tx, guarded).await;
+        if self.is(Fault::CommitsWhatFailed) {
+            return Ok(());
+        }
+        committed
+    }
+
+    async fn is_committed(&self, claims: &Claims) -> bool {
+        self.is(Fault::SeesCommitsEverywhere) || self.inner.is_committed(claims).await
+    }
+
+    async fn abandon(&self, conn: Connection<Self::Db>) {
+        self.inner.abandon(conn).await;
+    }
+
+    async fn probe(&self) -> std::result::Result<(), StoreError> {
+        self.inner.probe().await
+    }
+
+    async fn claim_once(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        consumer: &str,
+        name: &str,
+        id: &str,
+    ) -> std::result::Result<bool, sqlx::Error> {
+        let first = self.inner.claim_once(conn, consumer, name, id).await?;
+        Ok(first || self.is(Fault::ForgetsBusinessClaims))
+    }
+}
+
+#[async_trait]
+impl<S: Inbox> Inbox for Faulty<S> {
+    async fn park(
+        &self,
+        conn: &mut Connection<Self::Db>,
+        limits: &Limits,
+        parked: &Parked<'_>,
+    ) -> std::result::Result<Parking, StoreError> {
+        let mut parked = parked.clone();
+        parked.escaped |= self.is(Fault::ParksWhatWasProcessed);
+        self.inner.park(conn, limits, &parked).await
+    }
+
+    async fn fail_leased(&self, lease: &Lease, parked: &Parked<'_>) -> std::result::Result<bool, StoreError> {
+        let lease = if self.is(Fault::IgnoresTokens) {
+            self.with_newest_token(lease)
+        } else {
+            lease.clone()
+        };
+        self.inner.fail_leased(&lease, parked).await
+    }
+
+    async fn close_leased(&self, lease: &Lease) -> std::result::Result<bool, StoreError> {
+        self.inner.close_leased(lease).await
+    }
+
+    async fn enqueue(&self, parked: &Parked<'_>) -> std::result::Result<bool, StoreError> {
+        let added = self.inner.enqueue(parked).await?;
+        Ok(added || self.is(Fault::EnqueuesTwice))
+    }
+
+    async fn enqueue_in(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        parked: &Parked<'_>,
+    ) -> std::result::Result<bool, StoreError> {
+        self.inner.enqueue_in(conn, parked).await
+    }
+
+    async fn lease(
+        &self,
+        consumer: &str,
+        max: usize,
+        lease: Duration,
+    ) -> std::result::Result<Vec<HeldEvent>, StoreError> {
+        let lease = if self.is(Fault::LeasesTwice) {
+            Duration::ZERO
+        } else {
+            lease
+        };
+        let held = self.inner.lease(consumer, max, lease).await?;
+        if let Some(last) = held.last() {
+            *self.newest.lock().expect("unpoisoned") = Some(last.lease.clone());
+        }
+        Ok(held)
+    }
+
+    async fn renew(&self, leases: &[Lease], lease: Duration) -> std::result::Result<Vec<i64>, StoreError> {
+        if self.is(Fault::RenewsNothing) {
+            return Ok(leases.iter().map(|lease| lease.id).collect());
+        }
+        self.inner.renew(leases, lease).await
+    }
+
+    async fn release_leased(&self, leases: &[Lease], after: Duration) -> std::result::Result<(), StoreError> {
+        let after = if self.is(Fault::GivesBackAtOnce) {
+            Duration::ZERO
+        } else {
+            after
+        };
+        self.inner.release_leased(leases, after).await
+    }
+
+    async fn backlog(&self, consumer: &str) -> std::result::Result<Backlog, StoreError> {
+        self.inner.backlog(consumer).await
+    }
+}
+
+#[async_trait]
+impl<S: Inbox + Operations> Operations for Faulty<S> {
+    async fn migrate(&self) -> std::result::Result<(), StoreError> {
+        self.inner.migrate().await
+    }
+
+    async fn check(&self, limits: &Limits) -> std::result::Result<(), StoreError> {
+        if self.is(Fault::ChecksNothing) {
+            return Ok(());
+        }
+        self.inner.check(limits).await
+    }
+
+    async fn purge(
+        &self,
+        consumer: &str,
+        window: Duration,
+        limit: u32,
+        after: PurgeCursor,
+    ) -> std::result::Result<Purged, StoreError> {
+        let window = if self.is(Fault::PurgesEverything) {
+            Duration::ZERO
+        } else {
+            window
+        };
+        self.inner.purge(consumer, window, limit, after).await
+    }
+}
+
+struct Broken<D> {
+    database: D,
+    fault: Fault,
+}
+
+#[async_trait]
+impl<D: StoreHarness> StoreHarness for Broken<D> {
+    type Store = Faulty<D::Store>;
+
+    async fn empty() -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    async fn store(&self) -> Result<Self::Store> {
+        Ok(Faulty {
+            inner: self.database.store().await?,
+            fault: self.fault,
+            claimed: Arc::default(),
+            stolen: Arc::default(),
+            newest: Arc::default(),
+        })
+    }
+
+    fn table(&self, name: &str) -> String {
+        self.database.table(name)
+    }
+
+    async fn sql_in(conn: &mut Conn<Self>, sql: &str) -> std::result::Result<(), sqlx::Error> {
+        D::sql_in(conn, sql).await
+    }
+
+    async fn sql(&self, sql: &str) -> Result {
+        self.database.sql(sql).await
+    }
+
+    async fn number(&self, sql: &str) -> Result<i64> {
+        self.database.number(sql).await
+    }
+
+    async fn age_claims(&self, by: Duration) -> Result {
+        self.database.age_claims(by).await
+    }
+
+    async fn end(self) -> Result {
+        self.database.end().await
+    }
+}
+
+/// On SQLite, and where the fault needs a server's transactions, on PostgreSQL.
+macro_rules! rejected {
+    ($($test:ident: $fault:ident on $database:ident => $promise:ident, $says:literal;)+) => {
+        $(
+            #[test]
+            fn $test() {
+                let result = block_on(async {
+                    let Some(database) = $database::empty().await? else {
+                        return Ok(None);
+                    };
+                    let harness = Broken { database, fault: Fault::$fault };
+                    let result = store::$promise(&harness).await;
+                    harness.end().await?;
+                    Ok::<_, onlyonce_conformance::Broken>(Some(result))
+                });
+                let Some(result) = result.expect("a database") else {
+                    return;
+                };
+                let broken = result.expect_err("it passes");
+                assert_eq!(broken.promise(), stringify!($promise));
+                assert!(broken.to_string().contains($says), "{broken}");
+            }
+        )+
+    };
+}
+
+rejected! {
+    one_that_keeps_claims_of_rollbacks: KeepsClaimsOfRollbacks on Sqlite => rollback_leaves_no_claim, "the event was not new";
+    one_that_keeps_claims_of_failed_commits: KeepsClaimsOfRollbacks on Sqlite => deferred_constraints_are_refused, "New was due";
+    one_whose_guard_passes_what_escaped: PassesWhatTheGuardRefuses on Sqlite => guard_lets_nothing_half_done_pass, "(claims, effects)";
+    one_whose_guard_passes_what_is_aborted: PassesWhatTheGuardRefuses on Postgres => guard_lets_nothing_half_done_pass, "passed guard and commit, and (claims, effects) are (0, 0)";
+    one_that_takes_neighbours_for_duplicates: TakesNeighboursForDuplicates on Sqlite => batches_are_answered_in_order, "the batch was answered";
+    one_that_forgets_payloads: ForgetsPayloads on Sqlite => claims_tell_what_they_found, "another payload";
+    one_that_says_committed_and_rolls_back: SaysCommittedAndRollsBack on Sqlite => commit_is_durable, "after the commit others see (claims, effects) (0, 0)";
+    one_that_commits_what_failed: CommitsWhatFailed on Sqlite => deferred_constraints_are_refused, "the commit says Ok";
+    one_that_sees_commits_everywhere: SeesCommitsEverywhere on Sqlite => commits_by_the_handler_are_found, "nothing is committed";
+    one_that_waits_for_ever: WaitsForEver on Sqlite => busy_is_bounded, "still waits";
+    one_that_waits_for_ever_on_a_server: WaitsForEver on Postgres => busy_is_bounded, "still waits";
+    one_that_parks_what_was_processed: ParksWhatWasProcessed on Sqlite => parking_gives_the_claim_back, "a processed event was parked as Held";
+    one_that_leases_twice: LeasesTwice on Sqlite => leases_are_exclusive, "two have leased one event";
+    one_that_ignores_tokens: IgnoresTokens on Sqlite => tokens_fence, "the old owner's failure was recorded";
+    one_that_renews_nothing: RenewsNothing on Sqlite => leases_are_exclusive, "0 were leased";
+    one_that_renews_for_everybody: RenewsNothing on Sqlite => tokens_fence, "renewed as well";
+    one_that_gives_back_at_once: GivesBackAtOnce on Sqlite => leases_are_exclusive, "leased at once";
+    one_that_enqueues_twice: EnqueuesTwice on Sqlite => enqueues_once, "enqueued twice";
+    one_that_purges_everything: PurgesEverything on Sqlite => purge_respects_the_window, "inside the window";
+    one_that_checks_nothing: ChecksNothing on Sqlite => check_names_what_is_missing, "check finds nothing wrong";
+    one_that_forgets_business_claims: ForgetsBusinessClaims on Sqlite => business_claims_go_with_their_transaction, "(true, true, true)";
+}
