@@ -6,15 +6,19 @@
 mod stage;
 mod proxy;
 mod running;
+mod wire;
 
+mod g13_stop;
 mod g1_one_transaction;
 mod g2_durable;
 mod g3_duplicates;
 mod g4_failures;
-mod g13_stop;
 mod g5_unknown_commit;
+mod g6_escaped;
+mod g7_identity;
 mod g8_attempts;
 mod g9_outage;
+
 mod limits;
 mod ordering;
 mod queue;

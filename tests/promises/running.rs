@@ -1,12 +1,15 @@
 //! Consumers that run beside the test, processes that die, and how their effects are waited for.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use onlyonce::consumer::{ConsumerBuilder, RunError};
 use onlyonce::health::Health;
 use onlyonce::store::{Inbox, Operations};
+use onlyonce::testing::CrashPoint;
 use onlyonce::{Consumer, Supervisor};
 use tokio::runtime::Runtime;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -106,4 +109,20 @@ pub(crate) async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) 
         }
     })
     .await;
+}
+
+/// A crash plan that strikes at this point, and the signal that it has.
+pub(crate) fn crash_at(
+    point: CrashPoint,
+) -> (impl Fn(CrashPoint) -> bool + Send + Sync + 'static, Arc<Notify>) {
+    let crashed = Arc::new(Notify::new());
+    let signal = crashed.clone();
+    let plan = move |reached| {
+        let now = reached == point;
+        if now {
+            signal.notify_one();
+        }
+        now
+    };
+    (plan, crashed)
 }

@@ -100,7 +100,10 @@ async fn tables_of_another_layout_are_refused<S: TestStore>(stage: Stage<S>) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_missing_is_named_before_anything_is_taken() {
     for (breaks, says) in [
-        ("ALTER TABLE {s}.inbox DROP COLUMN origin", "column inbox.origin (text) is missing"),
+        (
+            "ALTER TABLE {s}.inbox DROP COLUMN origin",
+            "column inbox.origin (text) is missing",
+        ),
         (
             "ALTER TABLE {s}.processed_events DROP COLUMN payload_hash",
             "column processed_events.payload_hash (bytea) is missing",
@@ -113,7 +116,10 @@ async fn what_is_missing_is_named_before_anything_is_taken() {
             "ALTER TABLE {s}.inbox ALTER COLUMN attempts TYPE bigint",
             "column inbox.attempts is int8, int4 is needed",
         ),
-        ("DROP INDEX {s}.inbox_unfinished", "table inbox has no unique index on event_key"),
+        (
+            "DROP INDEX {s}.inbox_unfinished",
+            "table inbox has no unique index on event_key",
+        ),
         (
             "ALTER TABLE {s}.processed_events DROP CONSTRAINT processed_events_pkey",
             "table processed_events has no unique index on event_key",
@@ -216,7 +222,10 @@ async fn tables_of_another_schema_are_not_mistaken_for_ours() {
     let own = format!("{}_own", stage.schema);
     let store = PostgresOptions::new(&url).schema(&own).connect().unwrap();
     let refused = refusal(&stage, store.clone()).await.unwrap();
-    assert!(refused.contains(&own) && refused.contains("run migrate()"), "{refused}");
+    assert!(
+        refused.contains(&own) && refused.contains("run migrate()"),
+        "{refused}"
+    );
     // Nor do ours hide a column that is missing in the right place.
     store.migrate().await.unwrap();
     stage
@@ -276,14 +285,19 @@ async fn the_applications_own_migrations_are_left_alone() {
     stage.execute(theirs, "").await;
     let (_, url) = stage.role().await;
     stage
-        .execute("ALTER ROLE {s}_role SET search_path = {s}; ALTER SCHEMA {s} OWNER TO {s}_role", "")
+        .execute(
+            "ALTER ROLE {s}_role SET search_path = {s}; ALTER SCHEMA {s} OWNER TO {s}_role",
+            "",
+        )
         .await;
     let store = PostgresOptions::new(url).schema(&stage.schema).connect().unwrap();
     store.migrate().await.unwrap();
     let left = "SELECT count(*) FROM {s}._sqlx_migrations WHERE version = 7 AND description = 'theirs'";
     assert_eq!(stage.number(left, "").await, 1);
     assert_eq!(
-        stage.number("SELECT count(*) FROM {s}._sqlx_migrations", "").await,
+        stage
+            .number("SELECT count(*) FROM {s}._sqlx_migrations", "")
+            .await,
         1
     );
     assert_eq!(stage.number("SELECT count(*) FROM {s}.migrations", "").await, 1);
@@ -327,7 +341,17 @@ async fn schema_names_work_or_are_refused_and_are_never_more_than_names() {
         }
         stage.execute(&drop, "").await;
     }
-    for name in ["x\"; DROP SCHEMA public; --", "a.b", "Tenant-1", "", "é", "nul\0", "1a", "pg_x", &"x".repeat(64)] {
+    for name in [
+        "x\"; DROP SCHEMA public; --",
+        "a.b",
+        "Tenant-1",
+        "",
+        "é",
+        "nul\0",
+        "1a",
+        "pg_x",
+        &"x".repeat(64),
+    ] {
         let refused = PostgresOptions::new(&url).schema(name).connect().unwrap_err();
         assert!(refused.to_string().contains("is not a usable name"), "{refused}");
     }

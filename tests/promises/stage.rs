@@ -1,6 +1,7 @@
 //! A fresh database per test, a handler that leaves traces, and eyes of its own.
 
 use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,6 +13,8 @@ use onlyonce::store::SqliteStore;
 use onlyonce::store::{Inbox, Operations, PostgresStore};
 use onlyonce::{Bytes, Consumer, Context, Event, Handler, HandlerError, RetryPolicy, async_trait};
 use sqlx::{AssertSqlSafe, Connection, Database, PgConnection, PgPool, Row, SqlitePool};
+
+use crate::running::until;
 
 /// A store that tests know how to look into.
 #[async_trait]
@@ -30,7 +33,7 @@ pub(crate) trait TestStore: Inbox + Operations {
     async fn raw(conn: &mut <Self::Db as Database>::Connection, sql: String) -> sqlx::Result<()>;
 }
 
-pub(crate) type Opening<S> = std::pin::Pin<Box<dyn Future<Output = S> + Send>>;
+pub(crate) type Opening<S> = Pin<Box<dyn Future<Output = S> + Send>>;
 
 /// One test's database, seen from outside.
 pub(crate) struct Stage<S> {
@@ -42,7 +45,7 @@ pub(crate) struct Stage<S> {
 /// A second connection to the same data.
 pub(crate) enum Eyes {
     Postgres(PgPool),
-    Sqlite(SqlitePool, #[allow(dead_code)] tempfile::TempDir),
+    Sqlite(SqlitePool, tempfile::TempDir),
 }
 
 /// A row of `inbox`, as far as tests look at it.
@@ -55,6 +58,9 @@ pub(crate) struct HeldRow {
     pub(crate) payload: Option<Vec<u8>>,
     pub(crate) copy_payload: Option<Vec<u8>>,
     pub(crate) failures: String,
+    pub(crate) headers: Vec<u8>,
+    pub(crate) key: Option<Vec<u8>>,
+    pub(crate) event_type: Option<Vec<u8>>,
 }
 
 pub(crate) fn postgres_url() -> Option<String> {
@@ -194,7 +200,17 @@ impl Stage<SqliteStore> {
 impl<S: TestStore> Stage<S> {
     /// A consumer of this stage with a policy that has no delays, so that tests wait for nothing.
     pub(crate) fn consumer(&self, name: &str) -> ConsumerBuilder<S> {
-        Consumer::builder(name, self.store.clone()).retry(RetryPolicy::none())
+        self.consumer_of(name, self.store.clone())
+    }
+
+    /// The same on another store of this stage.
+    pub(crate) fn consumer_of(&self, name: &str, store: S) -> ConsumerBuilder<S> {
+        Consumer::builder(name, store).retry(RetryPolicy::none())
+    }
+
+    /// Whether handlers wait for each other before they begin, and not at what both of them touch.
+    pub(crate) fn has_one_writer(&self) -> bool {
+        self.store.max_useful_lanes() == Some(1)
     }
 
     /// How often each event was applied.
@@ -249,7 +265,8 @@ impl<S: TestStore> Stage<S> {
 
     /// The rows of `inbox`, oldest first.
     pub(crate) async fn held(&self) -> Vec<HeldRow> {
-        let columns = "event_id, state, reason, CAST(attempts AS BIGINT), payload, copy_payload, CAST(failures AS TEXT)";
+        let columns = "event_id, state, reason, CAST(attempts AS BIGINT), payload, copy_payload, CAST(failures AS TEXT), headers, \
+                       ordering_key, event_type";
         macro_rules! rows {
             ($rows:expr) => {
                 $rows
@@ -262,6 +279,9 @@ impl<S: TestStore> Stage<S> {
                         payload: row.get(4),
                         copy_payload: row.get(5),
                         failures: row.get(6),
+                        headers: row.get(7),
+                        key: row.get(8),
+                        event_type: row.get(9),
                     })
                     .collect()
             };
@@ -276,6 +296,24 @@ impl<S: TestStore> Stage<S> {
                 rows!(sqlx::query(AssertSqlSafe(sql)).fetch_all(pool).await.unwrap())
             }
         }
+    }
+
+    /// What is held of one event, finished rows included.
+    pub(crate) async fn held_of(&self, id: &str) -> Vec<HeldRow> {
+        let mut rows = self.held().await;
+        rows.retain(|row| row.event_id.as_deref() == Some(id));
+        rows
+    }
+
+    /// Waits until a statement on this stage's tables waits for another transaction. SQLite does not
+    /// tell; whoever waits there does it before the transaction begins.
+    pub(crate) async fn somebody_waits_for_a_lock(&self) {
+        if self.has_one_writer() {
+            return;
+        }
+        let waits =
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%\"{s}\"%'";
+        until("a wait for a lock", async || self.number(waits, "").await > 0).await;
     }
 
     /// One number, seen from outside.
@@ -335,12 +373,30 @@ pub(crate) enum Act<S: TestStore> {
     Hang,
     /// Write the effect, then run this SQL; its error is the handler's.
     Run(String),
-    /// Run this SQL, ignore its error, write the effect, succeed.
-    Swallow(String),
     /// Write the effect, then wait for the signal, then succeed.
     Wait(Arc<tokio::sync::Notify>),
-    #[allow(dead_code)]
-    Never(std::marker::PhantomData<fn() -> S>),
+    /// Do this and nothing else.
+    Do(Box<Deed<S::Db>>),
+}
+
+/// Anything that a handler may do.
+pub(crate) type Deed<Db> = dyn for<'a, 'c> FnOnce(
+        &'a mut Context<'c, Db>,
+    ) -> Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send + 'a>>
+    + Send;
+
+impl<S: TestStore> Act<S> {
+    pub(crate) fn by<F>(deed: F) -> Self
+    where
+        F: for<'a, 'c> FnOnce(
+                &'a mut Context<'c, S::Db>,
+            )
+                -> Pin<Box<dyn Future<Output = Result<(), HandlerError>> + Send + 'a>>
+            + Send
+            + 'static,
+    {
+        Self::Do(Box::new(deed))
+    }
 }
 
 /// A handler that writes one effect per run and then does what its script says. It counts its runs.
@@ -393,6 +449,10 @@ impl Runs {
             }
         };
         soon(&format!("run {total} of the handler"), entered).await;
+    }
+
+    pub(crate) fn by_id(&self) -> HashMap<String, u32> {
+        self.by_id.lock().unwrap().clone()
     }
 
     pub(crate) fn most_at_once(&self) -> u32 {
@@ -456,10 +516,8 @@ impl<S: TestStore> Handler<S::Db> for Scripted<S> {
             .push(attempt);
         self.runs.entered.notify_waiters();
         let act = (self.script)(run, &event);
-        if let Act::Swallow(sql) = &act {
-            let _ = S::raw(cx.tx(), sql.clone()).await;
-            let _ = S::write(cx.tx(), &self.schema, &id).await;
-            return Ok(());
+        if let Act::Do(deed) = act {
+            return deed(cx).await;
         }
         S::write(cx.tx(), &self.schema, &id).await?;
         match act {

@@ -1,0 +1,486 @@
+//! G6: a transaction that the handler broke is never acked as done.
+
+use std::sync::Arc;
+
+use futures_util::FutureExt as _;
+use onlyonce::testing::{deliver, event};
+use onlyonce::{HandlerError, RetryPolicy};
+use sqlx::{Connection as _, Database};
+
+use crate::running::{Running, until};
+use crate::stage::{Act, Scripted, Stage, TestStore, postgres_url};
+
+on_each_store!(
+    a_swallowed_error_is_a_failed_attempt_or_none_at_all,
+    a_leaked_savepoint_is_a_failed_attempt,
+    a_dropped_savepoint_is_rolled_back_and_the_rest_commits,
+    a_begin_that_was_cut_off_escapes,
+    a_rollback_of_the_handlers_escapes,
+    a_rollback_that_is_followed_by_another_transaction_escapes,
+    a_connection_that_may_not_write_any_more_is_a_failed_attempt,
+    the_neighbours_of_an_escape_are_not_acked_as_done,
+    a_held_event_that_escapes_is_dead,
+);
+
+/// What a handler does in the transaction; its errors are swallowed.
+type Statements = &'static [&'static str];
+
+/// A handler that runs these statements around its write for the event `bad`, and applies every other.
+fn script<S: TestStore>(
+    stage: &Stage<S>,
+    before: Statements,
+    after: Statements,
+    ends: fn() -> Result<(), HandlerError>,
+) -> Scripted<S> {
+    let schema = stage.schema.clone();
+    let (handler, _) = Scripted::new(stage, move |_, event| {
+        let (schema, id) = (schema.clone(), event.identity.id.clone());
+        if id != "bad" {
+            return Act::Apply;
+        }
+        Act::by(move |cx| {
+            Box::pin(async move {
+                for sql in before {
+                    let _ = S::raw(cx.tx(), (*sql).to_owned()).await;
+                }
+                let _ = S::write(cx.tx(), &schema, &id).await;
+                for sql in after {
+                    let _ = S::raw(cx.tx(), (*sql).to_owned()).await;
+                }
+                ends()
+            })
+        })
+    });
+    handler
+}
+
+/// Delivers `bad` and then `next` on one lane and says what became of `bad`: the reason of its letter
+/// and the kind of its last failure. `next` has to be applied whatever that was.
+async fn verdict<S: TestStore>(stage: &Stage<S>, name: &str, handler: Scripted<S>) -> (String, String) {
+    let consumer = stage.consumer(name).handler(handler).lanes(1);
+    let report = deliver(consumer, [event("bad", "x"), event("next", "x")])
+        .await
+        .unwrap();
+    assert_eq!(report.acked, 2, "{name}");
+    assert!(
+        stage
+            .processed(name)
+            .await
+            .contains(&("next".to_owned(), "processed".to_owned())),
+        "{name}: the lane goes on"
+    );
+    let mut letters = stage.held_of("bad").await;
+    let letter = letters.pop().unwrap_or_else(|| panic!("{name}: acked as done"));
+    assert_eq!(letter.state, "dead", "{name}");
+    let failures: serde_json::Value = serde_json::from_str(&letter.failures).unwrap();
+    let kind = failures.as_array().unwrap().last().unwrap()["kind"].as_str();
+    // Each case has a letter of its own.
+    stage
+        .execute("DELETE FROM {s}.inbox", "DELETE FROM onlyonce_inbox")
+        .await;
+    (letter.reason.unwrap(), kind.unwrap().to_owned())
+}
+
+fn failed(kind: &str) -> (String, String) {
+    ("retries_exhausted".to_owned(), kind.to_owned())
+}
+
+fn escaped() -> (String, String) {
+    let word = "transaction_escaped".to_owned();
+    (word.clone(), word)
+}
+
+fn fine() -> Result<(), HandlerError> {
+    Ok(())
+}
+
+fn fails() -> Result<(), HandlerError> {
+    Err("it fails after that".into())
+}
+
+async fn bad_effects<S: TestStore>(stage: &Stage<S>) -> usize {
+    stage.effects().await.get("bad").copied().unwrap_or(0)
+}
+
+async fn a_swallowed_error_is_a_failed_attempt_or_none_at_all<S: TestStore>(stage: Stage<S>) {
+    let swallows = script(&stage, &["INSERT INTO no_such_table VALUES (1)"], &[], fine);
+    if stage.has_one_writer() {
+        // SQLite undoes the statement and nothing else: the handler's work is whole.
+        let report = deliver(stage.consumer("c").handler(swallows), [event("bad", "x")])
+            .await
+            .unwrap();
+        assert_eq!((report.acked, bad_effects(&stage).await), (1, 1));
+        assert_eq!(stage.processed("c").await.len(), 1);
+    } else {
+        assert_eq!(
+            verdict(&stage, "c", swallows).await,
+            failed("transaction_aborted")
+        );
+        assert_eq!(bad_effects(&stage).await, 0);
+        assert_eq!(stage.processed("c").await.len(), 1, "nothing was kept of it");
+    }
+    stage.end().await;
+}
+
+/// A handler that begins savepoints by sqlx, in one of these ways.
+fn begins<S: TestStore>(
+    stage: &Stage<S>,
+    deed: impl Fn(
+        &mut <S::Db as Database>::Connection,
+    ) -> futures_util::future::BoxFuture<'_, Result<(), HandlerError>>
+    + Send
+    + Sync
+    + 'static,
+) -> Scripted<S> {
+    let deed = Arc::new(deed);
+    let schema = stage.schema.clone();
+    let (handler, _) = Scripted::new(stage, move |_, event| {
+        let (deed, schema, id) = (deed.clone(), schema.clone(), event.identity.id.clone());
+        if id != "bad" {
+            return Act::Apply;
+        }
+        Act::by(move |cx| {
+            Box::pin(async move {
+                S::write(cx.tx(), &schema, &id).await?;
+                deed(cx.tx()).await
+            })
+        })
+    });
+    handler
+}
+
+async fn a_leaked_savepoint_is_a_failed_attempt<S: TestStore>(stage: Stage<S>) {
+    let leaks = begins(&stage, |conn| {
+        Box::pin(async {
+            std::mem::forget(conn.begin().await?);
+            Ok(())
+        })
+    });
+    assert_eq!(verdict(&stage, "c", leaks).await, failed("savepoint_leaked"));
+    assert_eq!(bad_effects(&stage).await, 0);
+    assert_eq!(stage.processed("c").await.len(), 1);
+    stage.end().await;
+}
+
+async fn a_dropped_savepoint_is_rolled_back_and_the_rest_commits<S: TestStore>(stage: Stage<S>) {
+    let schema = stage.schema.clone();
+    let drops = begins(&stage, move |conn| {
+        let schema = schema.clone();
+        Box::pin(async move {
+            let mut savepoint = conn.begin().await?;
+            S::write(&mut savepoint, &schema, "dropped").await?;
+            drop(savepoint);
+            Ok(())
+        })
+    });
+    let report = deliver(stage.consumer("c").handler(drops), [event("bad", "x")])
+        .await
+        .unwrap();
+    assert_eq!(report.acked, 1);
+    assert_eq!(stage.effects().await.len(), 1, "the savepoint's work is gone");
+    assert_eq!(bad_effects(&stage).await, 1);
+    assert_eq!(stage.held().await, []);
+    stage.end().await;
+}
+
+/// sqlx answers a `begin` that is dropped half-way with a rollback of the whole transaction.
+async fn a_begin_that_was_cut_off_escapes<S: TestStore>(stage: Stage<S>) {
+    let cuts = begins(&stage, |conn| {
+        Box::pin(async {
+            // The answer may be there before it was waited for; then once more.
+            while let Some(begun) = conn.begin().now_or_never() {
+                begun?.rollback().await?;
+            }
+            Ok(())
+        })
+    });
+    assert_eq!(verdict(&stage, "c", cuts).await, escaped());
+    assert_eq!(bad_effects(&stage).await, 0);
+    stage.end().await;
+}
+
+async fn a_rollback_of_the_handlers_escapes<S: TestStore>(stage: Stage<S>) {
+    // What is written after it does not commit alone.
+    let rolls_back = script(&stage, &["ROLLBACK"], &[], fine);
+    assert_eq!(verdict(&stage, "before", rolls_back).await, escaped());
+    let rolls_back = script(&stage, &[], &["ROLLBACK"], fine);
+    assert_eq!(verdict(&stage, "after", rolls_back).await, escaped());
+    assert_eq!(bad_effects(&stage).await, 0);
+
+    // If it fails as well, nothing stands, and it may be tried again.
+    let rolls_back = script(&stage, &["ROLLBACK"], &[], fails);
+    assert_eq!(verdict(&stage, "fails", rolls_back).await, failed("error"));
+    assert_eq!(bad_effects(&stage).await, 0);
+    stage.end().await;
+}
+
+async fn a_rollback_that_is_followed_by_another_transaction_escapes<S: TestStore>(stage: Stage<S>) {
+    let begin = if stage.has_one_writer() {
+        "BEGIN"
+    } else {
+        "BEGIN READ WRITE"
+    };
+    let statements: &'static [&'static str] = Box::leak(Box::new(["ROLLBACK", begin]));
+    let begins_again = script(&stage, statements, &[], fine);
+    assert_eq!(verdict(&stage, "open", begins_again).await, escaped());
+    assert_eq!(
+        bad_effects(&stage).await,
+        0,
+        "the second transaction ends with the lane's connection"
+    );
+    stage.end().await;
+}
+
+async fn a_connection_that_may_not_write_any_more_is_a_failed_attempt<S: TestStore>(stage: Stage<S>) {
+    let forbids: Statements = if stage.has_one_writer() {
+        &["PRAGMA query_only = ON"]
+    } else {
+        &["SET TRANSACTION READ ONLY"]
+    };
+    for (name, before, after) in [("before", forbids, [].as_slice()), ("after", &[], forbids)] {
+        let (reason, _) = verdict(&stage, name, script(&stage, before, after, fine)).await;
+        assert_eq!(reason, "retries_exhausted", "{name}");
+    }
+    assert_eq!(bad_effects(&stage).await, 0);
+    stage.end().await;
+}
+
+/// In a batch the claims of all stand or fall together: where one handler ends the transaction, no
+/// other may be taken for done, nor be done again.
+async fn the_neighbours_of_an_escape_are_not_acked_as_done<S: TestStore>(stage: Stage<S>) {
+    let ends: Statements = if stage.has_one_writer() {
+        &["ROLLBACK"]
+    } else {
+        &["COMMIT"]
+    };
+    for (name, end) in [("ends", fine as fn() -> _), ("fails", fails)] {
+        let (handler, _) = Scripted::applies(&stage);
+        deliver(stage.consumer(name).handler(handler), [event("seen", "x")])
+            .await
+            .unwrap();
+        stage
+            .execute("DELETE FROM {s}.effects", "DELETE FROM effects")
+            .await;
+        let handler = script(&stage, &[], ends, end);
+        let batch = stage.consumer(name).handler(handler).lanes(1).batch(10);
+        let ids = ["first", "bad", "seen", "last"];
+        let report = deliver(batch, ids.map(|id| event(id, "x"))).await.unwrap();
+        assert_eq!(report.acked, 4, "{name}");
+        for id in ["first", "last"] {
+            let letters = stage.held_of(id).await;
+            if stage.has_one_writer() {
+                // Nothing of a rollback stands, and what came after it could not be written.
+                assert_eq!(letters, [], "{name}: {id}");
+                assert_eq!(stage.effects().await[id], 1, "{name}: {id}");
+            } else {
+                let reason = letters.first().and_then(|row| row.reason.as_deref());
+                assert_eq!(reason, Some("transaction_escaped"), "{name}: {id}");
+            }
+        }
+        assert_eq!(stage.held_of("bad").await.len(), 1, "{name}");
+        assert_eq!(stage.held_of("seen").await, [], "{name}: it was done before");
+        stage
+            .execute("DELETE FROM {s}.inbox", "DELETE FROM onlyonce_inbox")
+            .await;
+    }
+    stage.end().await;
+}
+
+async fn a_held_event_that_escapes_is_dead<S: TestStore>(stage: Stage<S>) {
+    onlyonce::inbox::Queue::new(stage.store.clone(), "c")
+        .enqueue(event("bad", "x"))
+        .await
+        .unwrap();
+    let handler = script(&stage, &[], &["ROLLBACK"], fine);
+    let source = onlyonce::inbox::InboxSource::new(stage.store.clone(), "c");
+    let consumer = Running::start(
+        stage
+            .consumer("c")
+            .handler(handler)
+            .source(source)
+            .lanes(1)
+            .retry(RetryPolicy::new()),
+    );
+    until("the letter", async || stage.held().await[0].state == "dead").await;
+    consumer.stop().await;
+    let row = &stage.held().await[0];
+    assert_eq!(
+        (row.reason.as_deref(), row.attempts),
+        (Some("transaction_escaped"), 1)
+    );
+    stage.end().await;
+}
+
+/// PostgreSQL lets a handler's own COMMIT through, and with it the claim.
+mod postgres_only {
+    use super::*;
+    use onlyonce::store::PostgresStore;
+    use sqlx::PgConnection;
+
+    /// The handler's statements, and how often its write stands after that.
+    const COMMITS: &[(&str, Statements, Statements, usize)] = &[
+        ("at the end", &[], &["COMMIT"], 1),
+        ("at the start", &["COMMIT"], &[], 0),
+        ("and begins", &[], &["COMMIT", "BEGIN"], 1),
+        ("and begins to write", &["COMMIT", "BEGIN READ WRITE"], &[], 0),
+        (
+            "and breaks the next",
+            &[],
+            &["COMMIT", "BEGIN", "SELECT 1 / 0"],
+            1,
+        ),
+        ("and chains", &[], &["COMMIT AND CHAIN"], 1),
+    ];
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_commit_of_the_handlers_escapes_and_its_claim_stands() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        for (name, before, after, stands) in COMMITS {
+            let handler = script(&stage, before, after, fine);
+            assert_eq!(verdict(&stage, name, handler).await, escaped(), "{name}");
+            assert_eq!(bad_effects(&stage).await, *stands, "{name}");
+            stage.execute("DELETE FROM {s}.effects", "").await;
+        }
+        stage.end().await;
+    }
+
+    /// What comes after the COMMIT fails, since the session is read-only by itself. Tried again, the
+    /// event would be a duplicate of its own half-done work.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_handler_that_commits_and_then_fails_escapes_as_well() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        for (name, before, after, _) in COMMITS {
+            let handler = script(&stage, before, after, fails);
+            assert_eq!(verdict(&stage, name, handler).await, escaped(), "{name}");
+        }
+        let panics = script(&stage, &[], &["COMMIT"], || panic!("it panics after that"));
+        assert_eq!(verdict(&stage, "panics", panics).await, escaped());
+        let discards = script(&stage, &[], &["COMMIT"], || Err(HandlerError::discard("no")));
+        assert_eq!(verdict(&stage, "discards", discards).await, escaped());
+        stage.end().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_handler_that_commits_and_then_hangs_escapes_as_well() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        let hangs = begins(&stage, |conn| {
+            Box::pin(async {
+                PostgresStore::raw(conn, "COMMIT".into()).await?;
+                PostgresStore::raw(conn, "SELECT pg_sleep(60)".into()).await?;
+                Ok(())
+            })
+        });
+        let consumer = stage
+            .consumer("c")
+            .handler(hangs)
+            .handler_timeout(std::time::Duration::from_millis(200));
+        deliver(consumer, [event("bad", "x")]).await.unwrap();
+        let letter = &stage.held_of("bad").await[0];
+        assert_eq!(letter.reason.as_deref(), Some("transaction_escaped"));
+        stage.end().await;
+    }
+
+    /// `cx.tx()` is a mutable reference, and what is behind it can be exchanged.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_exchanged_connection_escapes() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        let url = postgres_url().unwrap();
+        for (name, keeps) in [("drops it", false), ("leaks it", true)] {
+            let url = url.clone();
+            let exchanges = begins(&stage, move |conn| {
+                let url = url.clone();
+                Box::pin(async move {
+                    let other = PgConnection::connect(&url).await?;
+                    let ours = std::mem::replace(conn, other);
+                    if keeps {
+                        std::mem::forget(ours);
+                    }
+                    Ok(())
+                })
+            });
+            assert_eq!(verdict(&stage, name, exchanges).await, escaped(), "{name}");
+        }
+        assert_eq!(bad_effects(&stage).await, 0);
+        stage.end().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_escape_leaves_the_letter_of_an_earlier_payload_alone() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        let (handler, _) = Scripted::new(&stage, |_, _| Act::Fail("no".into()));
+        deliver(stage.consumer("c").handler(handler), [event("bad", "earlier")])
+            .await
+            .unwrap();
+        let handler = script(&stage, &[], &["COMMIT"], fine);
+        deliver(stage.consumer("c").handler(handler), [event("bad", "later")])
+            .await
+            .unwrap();
+        let rows = stage.held_of("bad").await;
+        assert_eq!(rows.len(), 1);
+        assert_eq!((rows[0].state.as_str(), rows[0].attempts), ("dead", 2));
+        assert_eq!(rows[0].payload.as_deref(), Some(&b"earlier"[..]));
+        assert_eq!(rows[0].copy_payload.as_deref(), Some(&b"later"[..]));
+        stage.end().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_write_beside_the_transaction_fails_and_does_not_commit_alone() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        let (pool, schema) = (stage.store.pool().clone(), stage.schema.clone());
+        let (handler, _) = Scripted::new(&stage, move |_, _| {
+            let (pool, schema) = (pool.clone(), schema.clone());
+            Act::by(move |_cx| {
+                Box::pin(async move {
+                    let mut beside = pool.acquire().await?;
+                    Ok(PostgresStore::write(&mut beside, &schema, "beside").await?)
+                })
+            })
+        });
+        deliver(stage.consumer("c").handler(handler), [event("bad", "x")])
+            .await
+            .unwrap();
+        assert!(stage.effects().await.is_empty());
+        let letter = &stage.held_of("bad").await[0];
+        assert_eq!(letter.reason.as_deref(), Some("retries_exhausted"));
+        assert!(
+            letter.failures.contains("read-only transaction"),
+            "{}",
+            letter.failures
+        );
+        stage.end().await;
+    }
+}
+
+/// SQLite does not let it through: the claim points at nothing until the guard has passed.
+#[cfg(feature = "sqlite")]
+mod sqlite_only {
+    use super::*;
+    use onlyonce::store::SqliteStore;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_commit_of_the_handlers_fails_and_its_transaction_goes_on() {
+        let Some(stage) = SqliteStore::fresh().await else {
+            return;
+        };
+        let handler = script(&stage, &["COMMIT"], &["COMMIT"], fine);
+        let report = deliver(stage.consumer("c").handler(handler), [event("bad", "x")])
+            .await
+            .unwrap();
+        assert_eq!((report.acked, bad_effects(&stage).await), (1, 1));
+        assert_eq!(stage.processed("c").await.len(), 1);
+        assert_eq!(stage.held().await, []);
+        stage.end().await;
+    }
+}
