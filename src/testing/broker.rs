@@ -1,4 +1,4 @@
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -240,6 +240,29 @@ impl State {
         self.ready.insert(index, message);
     }
 
+    fn keeps_order(&self) -> bool {
+        self.chaos.reorder <= 1 && self.chaos.drop_acks == 0.0 && self.chaos.redeliver_running == 0.0
+    }
+
+    /// Which messages may be delivered next. Where order is kept, one that waits for its time holds
+    /// the later ones of its key.
+    fn due(&self, now: Instant) -> Vec<usize> {
+        let mut held: HashSet<&[u8]> = HashSet::new();
+        let mut due = Vec::new();
+        for (index, message) in self.ready.iter().enumerate() {
+            let key = message.event.key.as_deref().filter(|_| self.keeps_order());
+            if message.not_before.is_some_and(|time| time > now) {
+                held.extend(key);
+            } else if key.is_none_or(|key| !held.contains(key)) {
+                due.push(index);
+                if due.len() >= self.chaos.reorder.max(1) {
+                    break;
+                }
+            }
+        }
+        due
+    }
+
     /// The next deliveries, or when one will be due.
     fn take(&mut self, max: usize) -> Result<Vec<Delivery>, Option<Instant>> {
         if max == 0 {
@@ -248,10 +271,7 @@ impl State {
         let now = Instant::now();
         let mut out = Vec::new();
         while out.len() < max {
-            let due: Vec<usize> = (0..self.ready.len())
-                .filter(|&i| self.ready[i].not_before.is_none_or(|t| t <= now))
-                .take(self.chaos.reorder.max(1))
-                .collect();
+            let due = self.due(now);
             let Some(&index) = due.get(self.random.usize(..due.len().max(1))) else {
                 break;
             };
@@ -399,12 +419,8 @@ impl Source for BrokerSource {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let kind = {
-            let chaos = self.broker.lock().chaos;
-            chaos.reorder <= 1 && chaos.drop_acks == 0.0 && chaos.redeliver_running == 0.0
-        };
         Capabilities {
-            ordered: kind,
+            ordered: self.broker.lock().keeps_order(),
             marks_redelivery: true,
             counts_deliveries: true,
             delays_release: true,
@@ -434,5 +450,48 @@ impl Drop for BrokerSource {
         }
         drop(state);
         self.broker.changed.notify_waiters();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::testing::keyed;
+
+    async fn receive(source: &mut BrokerSource, max: usize) -> Vec<Delivery> {
+        match source.receive(max).await.unwrap() {
+            Incoming::Deliveries(deliveries) => deliveries,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn bodies(deliveries: &[Delivery]) -> Vec<&[u8]> {
+        deliveries
+            .iter()
+            .map(|d| d.event.payload.as_deref().unwrap())
+            .collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_kind_broker_keeps_the_order_of_a_key_whatever_is_given_back() {
+        let broker = Broker::new();
+        for body in ["1", "2", "3", "4"] {
+            broker.publish(keyed(body, "k", body));
+        }
+        let mut source = broker.source();
+        let first = receive(&mut source, 3).await;
+        source
+            .settle(first.into_iter().map(|d| d.release(None)).collect())
+            .await
+            .unwrap();
+        let mut again = receive(&mut source, 9).await;
+        assert_eq!(bodies(&again), [b"1", b"2", b"3", b"4"]);
+
+        let later = again.remove(0).release(Some(Duration::from_secs(1)));
+        let rest = again.into_iter().map(|d| d.release(None));
+        source.settle(rest.chain([later]).collect()).await.unwrap();
+        assert_eq!(bodies(&receive(&mut source, 9).await), [b"1", b"2", b"3", b"4"]);
     }
 }
