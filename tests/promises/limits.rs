@@ -26,9 +26,7 @@ async fn a_handler_that_times_out_in_a_statement_leaves_no_lock() {
         )
         .await;
     let (_, url) = stage.role().await;
-    stage
-        .execute("GRANT ALL ON {s}.rows TO {s}_role", "")
-        .await;
+    stage.execute("GRANT ALL ON {s}.rows TO {s}_role", "").await;
     let schema = stage.schema.clone();
     let (handler, runs) = Scripted::new(&stage, move |_, event| {
         let sleep = if event.identity.id == "slow" { 600 } else { 0 };
@@ -42,11 +40,17 @@ async fn a_handler_that_times_out_in_a_statement_leaves_no_lock() {
         .handler(handler)
         .lanes(1)
         .handler_timeout(Duration::from_millis(500));
-    let report = soon("delivery", deliver(consumer, [event("slow", "1"), event("fast", "1")]))
-        .await
-        .unwrap();
+    let report = soon(
+        "delivery",
+        deliver(consumer, [event("slow", "1"), event("fast", "1")]),
+    )
+    .await
+    .unwrap();
     assert_eq!((report.acked, report.released), (2, 0));
-    assert_eq!((runs.total(), stage.number("SELECT n FROM {s}.rows", "").await), (2, 1));
+    assert_eq!(
+        (runs.total(), stage.number("SELECT n FROM {s}.rows", "").await),
+        (2, 1)
+    );
     let held = stage.held().await;
     assert_eq!((held.len(), held[0].attempts), (1, 1));
     assert!(held[0].failures.contains("timeout"), "{}", held[0].failures);
@@ -111,9 +115,15 @@ async fn a_statement_ends_at_its_own_limit() {
         .consumer("c")
         .handler(handler)
         .statement_timeout(Duration::from_millis(200));
-    soon("delivery", deliver(consumer, [event("x", "1")])).await.unwrap();
+    soon("delivery", deliver(consumer, [event("x", "1")]))
+        .await
+        .unwrap();
     let held = stage.held().await;
-    assert!(held[0].failures.contains("statement timeout"), "{}", held[0].failures);
+    assert!(
+        held[0].failures.contains("statement timeout"),
+        "{}",
+        held[0].failures
+    );
     stage.end().await;
 }
 
@@ -138,9 +148,13 @@ async fn a_handler_that_locks_itself_out_uses_up_the_contention_budget() {
             Box::pin(async move {
                 runs.lock().unwrap().push(cx.attempt());
                 let update = format!("UPDATE {schema}.rows SET n = n + 1");
-                sqlx::raw_sql(AssertSqlSafe(update.clone())).execute(cx.tx()).await?;
+                sqlx::raw_sql(AssertSqlSafe(update.clone()))
+                    .execute(cx.tx())
+                    .await?;
                 let mut other = postgres_connection().await.unwrap();
-                sqlx::raw_sql("SET lock_timeout = '50ms'").execute(&mut other).await?;
+                sqlx::raw_sql("SET lock_timeout = '50ms'")
+                    .execute(&mut other)
+                    .await?;
                 sqlx::raw_sql(AssertSqlSafe(update)).execute(&mut other).await?;
                 other.close().await?;
                 Ok(())
@@ -151,7 +165,9 @@ async fn a_handler_that_locks_itself_out_uses_up_the_contention_budget() {
         .consumer("c")
         .handler(handler)
         .retry(RetryPolicy::none().immediate(1).contention(3));
-    soon("delivery", deliver(consumer, [event("x", "1")])).await.unwrap();
+    soon("delivery", deliver(consumer, [event("x", "1")]))
+        .await
+        .unwrap();
     assert_eq!(*runs.lock().unwrap(), [1, 1, 1, 2, 2, 2]);
     let held = stage.held().await;
     assert_eq!((held[0].state.as_str(), held[0].attempts), ("dead", 2));
@@ -264,7 +280,13 @@ async fn lanes_that_do_not_fit_into_the_pool_are_refused() {
     };
     let store = stage.options().max_connections(10).connect().unwrap();
     let refused = consumer("c", &store, 6, 3).build().err().unwrap().to_string();
-    for part in ["max_connections is 10", "at least 11", "6 lanes", "3 held lanes", "2 in reserve"] {
+    for part in [
+        "max_connections is 10",
+        "at least 11",
+        "6 lanes",
+        "3 held lanes",
+        "2 in reserve",
+    ] {
         assert!(refused.contains(part), "{refused}");
     }
     // Each fits alone.
@@ -374,11 +396,7 @@ async fn the_window_is_bounded_by_bytes<S: TestStore>(stage: Stage<S>) {
     let running = Running::start(consumer);
     soon("the acks", async {
         while broker.unacked() + broker.waiting() > 0 {
-            assert!(
-                broker.unacked() <= 4,
-                "{} of 1 MB are in hand",
-                broker.unacked()
-            );
+            assert!(broker.unacked() <= 4, "{} of 1 MB are in hand", broker.unacked());
             tokio::task::yield_now().await;
         }
     })
@@ -399,12 +417,18 @@ async fn other_writers_of_a_file_cost_no_attempts() {
 
     let stage = SqliteStore::fresh().await.unwrap();
     stage
-        .execute("", "CREATE TABLE outside (n INTEGER); INSERT INTO outside VALUES (0)")
+        .execute(
+            "",
+            "CREATE TABLE outside (n INTEGER); INSERT INTO outside VALUES (0)",
+        )
         .await;
     let file = stage.file();
     let outside = tokio::spawn(async move {
         let mut other = SqliteConnection::connect(&file).await.unwrap();
-        sqlx::raw_sql("PRAGMA busy_timeout = 10000").execute(&mut other).await.unwrap();
+        sqlx::raw_sql("PRAGMA busy_timeout = 10000")
+            .execute(&mut other)
+            .await
+            .unwrap();
         loop {
             sqlx::raw_sql("BEGIN IMMEDIATE; UPDATE outside SET n = n + 1")
                 .execute(&mut other)

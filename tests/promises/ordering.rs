@@ -79,7 +79,10 @@ fn seed_of(id: &str, run: u32) -> u64 {
 
 async fn keys_keep_their_order_under_failures_and_duplicates<S: TestStore>(stage: Stage<S>) {
     for batch in [1, 5] {
-        let broker = Broker::seeded(7).duplicate(2).drop_acks(0.1).redeliver_running(0.1);
+        let broker = Broker::seeded(7)
+            .duplicate(2)
+            .drop_acks(0.1)
+            .redeliver_running(0.1);
         publish_all(&broker);
         let (handler, _) = Scripted::new(&stage, |run, event| {
             if shaky(run, seed_of(&event.identity.id, run)) {
@@ -169,7 +172,11 @@ async fn an_event_that_gives_up_lets_its_key_go_on<S: TestStore>(stage: Stage<S>
         .source(broker.source())
         .handler(handler)
         .ordering(Ordering::PerKey)
-        .retry(RetryPolicy::none().immediate(2).delays([Duration::from_secs(3600)]));
+        .retry(
+            RetryPolicy::none()
+                .immediate(2)
+                .delays([Duration::from_secs(3600)]),
+        );
     let running = Running::start(consumer);
     for n in 0..3 {
         broker.publish(keyed(format!("k-{n}"), "k", "1"));

@@ -218,7 +218,11 @@ async fn the_leases_of_a_dead_process_are_taken_over<S: TestStore>(stage: Stage<
     let (handler, runs) = Scripted::applies(&stage);
     let running = Running::start(reads_queue(stage.store.clone()).handler(handler));
     emptied(&stage).await;
-    assert_eq!(runs.attempts_of("x"), [1], "nobody knows yet that it was this event");
+    assert_eq!(
+        runs.attempts_of("x"),
+        [1],
+        "nobody knows yet that it was this event"
+    );
     assert_eq!(stage.effects().await.get("x"), Some(&1));
     running.stop().await;
     stage.end().await;

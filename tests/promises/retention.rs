@@ -120,7 +120,10 @@ async fn several_purgers_share_the_work<S: TestStore>(stage: Stage<S>) {
             let mut deleted = 0;
             // Until nothing is left: what another one has locked is skipped, and may come free again.
             loop {
-                let purged = store.purge("c", 30 * DAY, 50, PurgeCursor::default()).await.unwrap();
+                let purged = store
+                    .purge("c", 30 * DAY, 50, PurgeCursor::default())
+                    .await
+                    .unwrap();
                 deleted += purged.rows;
                 if purged.rows == 0 {
                     return deleted;
@@ -200,19 +203,28 @@ async fn the_purge_reads_the_index_and_not_the_table() {
     };
     claims(&stage, "c", "event", "new", 50_000, 1).await;
     claims(&stage, "c", "event", "old", 10, 31).await;
-    stage
-        .execute("VACUUM ANALYZE {s}.processed_events", "")
-        .await;
-    let scans = "SELECT seq_scan FROM pg_stat_user_tables WHERE schemaname = '{s}' AND relname = 'processed_events'";
+    stage.execute("VACUUM ANALYZE {s}.processed_events", "").await;
+    let scans =
+        "SELECT seq_scan FROM pg_stat_user_tables WHERE schemaname = '{s}' AND relname = 'processed_events'";
     let searches = "SELECT idx_scan FROM pg_stat_user_indexes
                      WHERE schemaname = '{s}' AND indexrelname = 'processed_events_purge'";
     let (scanned, searched) = (stage.number(scans, "").await, stage.number(searches, "").await);
     let store = stage.options().connect().unwrap();
-    let purged = store.purge("c", 30 * DAY, 1000, PurgeCursor::default()).await.unwrap();
+    let purged = store
+        .purge("c", 30 * DAY, 1000, PurgeCursor::default())
+        .await
+        .unwrap();
     assert_eq!(purged.rows, 10);
     // A session reports its statistics when it ends.
     drop(store);
-    until("the statistics", async || stage.number(searches, "").await > searched).await;
-    assert_eq!(stage.number(scans, "").await, scanned, "the table was read from end to end");
+    until("the statistics", async || {
+        stage.number(searches, "").await > searched
+    })
+    .await;
+    assert_eq!(
+        stage.number(scans, "").await,
+        scanned,
+        "the table was read from end to end"
+    );
     stage.end().await;
 }
