@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::consumer::spread;
+use crate::delay::spread;
 use crate::event::{EventKey, Identity, IdentityError, IdentityRules, RawEvent};
 use crate::source::{
     Capabilities, Delivery, Incoming, Plan, Receipt, Redelivery, Settle, Settlement, Source, SourceError,

@@ -41,9 +41,9 @@ pub mod consumer;
 // Public by way of `testing`; without that feature its one function is empty.
 #[cfg_attr(not(feature = "testing"), allow(dead_code, unreachable_pub))]
 mod crash;
+mod delay;
 pub mod event;
 pub mod handler;
-pub mod health;
 pub mod inbox;
 mod reason;
 pub mod source;
@@ -55,12 +55,11 @@ pub mod testing;
 
 pub use async_trait::async_trait;
 pub use bytes::Bytes;
-pub use consumer::{Consumer, OnMismatch, Ordering, RetryPolicy};
+pub use consumer::{Consumer, Health, OnMismatch, Ordering, RetryPolicy};
 pub use event::{Event, IdentityRules, Json};
 pub use handler::{
     BatchContext, BatchHandler, Context, Handler, HandlerError, OnUnknown, Router, handler_fn,
 };
-pub use health::Health;
 pub use reason::Reason;
 pub use supervisor::Supervisor;
 

@@ -11,8 +11,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use crate::consumer::{BuildError, Consumer, RunError, check_connections};
-use crate::health::{ConsumerHealth, Health};
+use crate::consumer::{BuildError, Consumer, ConsumerHealth, Health, RunError, check_connections};
 use crate::store::{Inbox, Operations, PurgeCursor, StoreError};
 use crate::telemetry;
 
@@ -234,5 +233,17 @@ impl fmt::Debug for Supervisor {
             .field("consumers", &names)
             .field("purge", &self.purge)
             .finish()
+    }
+}
+
+impl<S: Inbox + Operations> Consumer<S> {
+    /// Runs this consumer alone until `stop` is ready, then stops in good order; see
+    /// [`Supervisor`](crate::Supervisor) for several, for health and for a purge of your own pace.
+    pub async fn run_until(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<(), RunError> {
+        let supervisor = Supervisor::builder()
+            .consumer(self)
+            .build()
+            .map_err(RunError::build)?;
+        supervisor.run_until(stop).await
     }
 }

@@ -1,4 +1,3 @@
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -7,13 +6,15 @@ use std::time::Duration;
 use sqlx::Database;
 use tokio_util::sync::CancellationToken;
 
+use super::error::BuildError;
 use super::gate::Gate;
+use super::health::ConsumerHealth;
 use super::lane::{BeginHook, Shared};
+use super::lifecycle::{Consumer, Held};
+use super::policy::{OnMismatch, Ordering, RetryPolicy};
 use super::run::Shape;
-use super::{Consumer, Held, OnMismatch, Ordering, RetryPolicy};
 use crate::event::IdentityRules;
 use crate::handler::{BatchHandler, BatchRunner, Handler, HandlerRunner, Run};
-use crate::health::ConsumerHealth;
 use crate::inbox::InboxSource;
 use crate::source::{Plan, Source};
 use crate::store::{Inbox, Isolation, Limits, Operations, Store};
@@ -52,8 +53,16 @@ pub struct ConsumerBuilder<S: Store> {
     crash: Option<crate::crash::Plan>,
 }
 
+impl<S: Inbox + Operations> Consumer<S> {
+    /// Begins a consumer of this name. The name is part of every deduplication key: it is required,
+    /// and must stay the same over releases and be the same on every instance.
+    pub fn builder(name: impl Into<String>, store: S) -> ConsumerBuilder<S> {
+        ConsumerBuilder::new(name.into(), store)
+    }
+}
+
 impl<S: Inbox + Operations> ConsumerBuilder<S> {
-    pub(super) fn new(name: String, store: S) -> Self {
+    fn new(name: String, store: S) -> Self {
         Self {
             name,
             store,
@@ -435,25 +444,6 @@ pub(crate) fn check_connections(problems: &mut Vec<String>, parts: &[(&'static s
         ));
     }
 }
-
-/// What is wrong with a consumer's or a supervisor's settings: all of it, not only the first.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BuildError(pub(crate) Vec<String>);
-
-impl BuildError {
-    /// One message per problem.
-    pub fn problems(&self) -> &[String] {
-        &self.0
-    }
-}
-
-impl fmt::Display for BuildError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.join("; "))
-    }
-}
-
-impl std::error::Error for BuildError {}
 
 #[derive(Default)]
 struct Problems(Vec<String>);

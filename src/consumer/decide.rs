@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::Ordering;
-use super::policy::{Retry, RetryPolicy, spread};
+use super::policy::{Ordering, Retry, RetryPolicy};
+use crate::delay::spread;
 use crate::event::EventKey;
 use crate::handler::{FailureKind, Fault};
 use crate::reason::Reason;

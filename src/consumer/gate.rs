@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::policy::spread;
+use crate::delay::spread;
 use crate::store::Store;
 use crate::telemetry;
 

@@ -12,13 +12,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::decide::Failure;
 use super::gate::Gate;
-use super::policy::RetryPolicy;
-use super::{OnMismatch, Ordering};
+use super::policy::{OnMismatch, Ordering, RetryPolicy};
 use crate::crash::CrashPoint;
-use crate::event::IdentityRules;
+use crate::event::{EventKey, Identity, IdentityRules, PayloadHash};
 use crate::handler::Run;
 use crate::source::{Delivery, Settlement};
-use crate::store::{Connection, GRACE, Inbox, Limits, Store, Tx, answer};
+use crate::store::{ClaimRequest, Connection, GRACE, Inbox, Limits, Store, Tx, answer};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Runs at the start of each transaction, right after `BEGIN`.
@@ -140,5 +139,27 @@ impl<S: Inbox> Lane<S> {
             messaging.message.id = tracing::field::Empty,
             messaging.batch.message_count = (deliveries.len() > 1).then_some(deliveries.len()),
         )
+    }
+}
+
+/// A delivery whose event has a name.
+pub(crate) struct Identified {
+    pub(crate) delivery: Delivery,
+    pub(crate) identity: Identity,
+    pub(crate) key: EventKey,
+    pub(crate) hash: PayloadHash,
+    /// How often it has failed so far, in this lane and before.
+    pub(crate) failed: u32,
+}
+
+impl Identified {
+    pub(crate) fn request<'a>(&'a self, consumer: &'a str) -> ClaimRequest<'a> {
+        ClaimRequest {
+            key: self.key,
+            consumer,
+            identity: &self.identity,
+            payload_hash: self.hash,
+            own: self.delivery.held.as_ref(),
+        }
     }
 }

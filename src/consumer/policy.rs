@@ -1,7 +1,8 @@
 use std::time::Duration;
 
-use backon::{BackoffBuilder as _, ExponentialBuilder};
 use serde::{Deserialize, Serialize};
+
+use crate::delay::spread;
 
 /// How often and when a failed event is tried again.
 ///
@@ -124,27 +125,38 @@ impl RetryPolicy {
     }
 }
 
+/// In which order events run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Ordering {
+    /// In any order, as many at once as there are lanes.
+    Unordered,
+    /// Events of one key in the order in which the source delivers them; keys beside each other. An
+    /// event without a key is ordered with nothing. A failed event with a key is tried again in place
+    /// only: the later ones of its key wait, and when those attempts are used up the event is dead and
+    /// the key goes on.
+    PerKey,
+}
+
+/// What to do with an event whose identity was processed before with another payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum OnMismatch {
+    /// It is a duplicate; warn and count it.
+    #[default]
+    Warn,
+    /// Keep it as a dead letter, reason `identity_mismatch`.
+    DeadLetter,
+    /// It is a duplicate like any other.
+    Ignore,
+}
+
 /// What a policy says about a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Retry {
     InPlace { after: Duration },
     Delayed { after: Duration },
     Never,
-}
-
-/// The `nth` delay (1 for the first) of an exponential series from `min` to `max`, with jitter.
-pub(crate) fn spread(min: Duration, max: Duration, nth: u32) -> Duration {
-    ExponentialBuilder::default()
-        .with_min_delay(min)
-        .with_max_delay(max)
-        .with_factor(2.0)
-        .with_jitter()
-        .without_max_times()
-        .build()
-        // Past thirty doublings every series of ours stands at its maximum.
-        .nth(nth.clamp(1, 30) as usize - 1)
-        .unwrap_or(max)
-        .min(max * 2)
 }
 
 fn jittered(delay: Duration) -> Duration {

@@ -10,26 +10,16 @@ use futures_util::FutureExt as _;
 use tracing::Instrument as _;
 
 use super::decide::Failure;
-use super::lane::{Lane, Shared};
+use super::lane::{Identified, Lane, Shared};
+use super::policy::{OnMismatch, Ordering};
 use super::recover::{self, Recovery, Tally};
-use super::{OnMismatch, Ordering};
 use crate::crash::CrashPoint;
-use crate::event::{EventKey, Identity, PayloadHash};
+use crate::event::EventKey;
 use crate::handler::{Item, Progress};
 use crate::reason::Reason;
 use crate::source::{Delivery, Settlement};
-use crate::store::{ClaimAnswer, ClaimRequest, Inbox, Outcome, Tx};
+use crate::store::{ClaimAnswer, Inbox, Outcome, Tx};
 use crate::telemetry::{self, Outcome as Became};
-
-/// A delivery whose event has a name.
-pub(crate) struct Identified {
-    pub(crate) delivery: Delivery,
-    pub(crate) identity: Identity,
-    pub(crate) key: EventKey,
-    hash: PayloadHash,
-    /// How often it has failed so far, in this lane and before.
-    pub(crate) failed: u32,
-}
 
 /// Takes deliveries through to their settlements: all in one transaction if that succeeds, one by
 /// one if it does not, so that only the bad one pays.
@@ -308,16 +298,4 @@ async fn conclude<S: Inbox>(
         recover::close(&lane.shared, &event.delivery).await;
     }
     lane.settle(event.delivery, became, None)
-}
-
-impl Identified {
-    fn request<'a>(&'a self, consumer: &'a str) -> ClaimRequest<'a> {
-        ClaimRequest {
-            key: self.key,
-            consumer,
-            identity: &self.identity,
-            payload_hash: self.hash,
-            own: self.delivery.held.as_ref(),
-        }
-    }
 }

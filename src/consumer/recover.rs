@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
-use super::Ordering;
 use super::decide::{Counts, Decision, Failure, decide, is_attempt};
 use super::gate::Passage;
-use super::lane::{Lane, Shared};
-use super::policy::spread;
-use super::process::Identified;
+use super::lane::{Identified, Lane, Shared};
+use super::policy::Ordering;
 use crate::crash::CrashPoint;
+use crate::delay::spread;
 use crate::event::IdentityError;
 use crate::handler::{Fault, HandlerError};
 use crate::reason::Reason;

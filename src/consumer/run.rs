@@ -8,12 +8,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
-use super::RunError;
+use super::error::RunError;
+use super::health::LoopHealth;
 use super::lane::{Lane, Shared};
-use super::policy::spread;
 use super::process::process;
 use super::window::Window;
-use crate::health::LoopHealth;
+use crate::delay::spread;
 use crate::source::{Delivery, Incoming, Plan, Settlement, Source, SourceError};
 use crate::store::Inbox;
 use crate::telemetry;

@@ -6,7 +6,7 @@ use std::hash::{Hash, Hasher};
 
 use bytes::Bytes;
 
-use super::Ordering;
+use super::policy::Ordering;
 use crate::source::{Delivery, Receipt, Settle, Settlement};
 
 /// The deliveries in hand, bounded by count and by bytes, and which lane each belongs to.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use onlyonce::Health;
 use onlyonce::consumer::{ConsumerBuilder, RunError};
-use onlyonce::health::Health;
 use onlyonce::store::{Inbox, Operations};
 use onlyonce::testing::CrashPoint;
 use onlyonce::{Consumer, Supervisor};

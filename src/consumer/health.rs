@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::consumer::Gate;
+use super::gate::Gate;
 use crate::source::{SourceError, SourceHealth};
 use crate::store::Backlog;
 

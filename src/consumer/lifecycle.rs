@@ -1,0 +1,167 @@
+//! A consumer's life: wait for the database, run the loops, stop.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::error::RunError;
+use super::health::ConsumerHealth;
+use super::lane::Shared;
+use super::run::{Shape, run};
+use crate::delay::spread;
+use crate::source::Source;
+use crate::store::{Inbox, Operations, StoreErrorKind};
+
+/// One logical subscriber, ready to run. Made by [`Consumer::builder`].
+pub struct Consumer<S: Inbox + Operations> {
+    pub(super) shared: Arc<Shared<S>>,
+    pub(super) source: Box<dyn Source>,
+    pub(super) shape: Shape,
+    /// `None`: the source reads the held events itself.
+    pub(super) held: Option<Held<S>>,
+    pub(super) health: Arc<ConsumerHealth>,
+    pub(super) stop_timeout: Duration,
+    pub(super) dedup_window: Duration,
+    pub(super) connections: Vec<(&'static str, u32)>,
+}
+
+/// The second loop of a consumer, over its held events.
+pub(super) struct Held<S: Inbox> {
+    pub(super) shared: Arc<Shared<S>>,
+    pub(super) source: Box<dyn Source>,
+    pub(super) shape: Shape,
+}
+
+impl<S: Inbox + Operations> Consumer<S> {
+    /// The consumer's name.
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    pub(crate) fn health(&self) -> Arc<ConsumerHealth> {
+        self.health.clone()
+    }
+
+    pub(crate) fn store(&self) -> &S {
+        &self.shared.store
+    }
+
+    pub(crate) fn dedup_window(&self) -> Duration {
+        self.dedup_window
+    }
+
+    /// What it takes of the store's connections, part by part.
+    pub(crate) fn connections(&self) -> &[(&'static str, u32)] {
+        &self.connections
+    }
+
+    /// Runs until `stop` is cancelled, and for at most the stop's deadline and its last transaction longer.
+    pub(crate) async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
+        let Self {
+            shared,
+            source,
+            shape,
+            held,
+            health,
+            stop_timeout,
+            ..
+        } = self;
+        let result = async {
+            if let Some(weakness) = shared.identity.weakness() {
+                tracing::warn!(consumer = shared.name, weakness, "weak identity");
+            }
+            if !store_answers(&shared, &health, &stop).await? {
+                return Ok(());
+            }
+            let mut beside = JoinSet::new();
+            beside.spawn({
+                let (gate, store) = (shared.gate.clone(), shared.store.clone());
+                async move { gate.keep(store).await }
+            });
+            beside.spawn(watch_backlog(shared.clone(), health.clone()));
+            beside.spawn(deadline(shared.clone(), stop.clone(), stop_timeout));
+
+            let mut loops = JoinSet::new();
+            loops.spawn(run(shared.clone(), source, shape, health.add_loop("main")));
+            if let Some(held) = held {
+                loops.spawn(run(held.shared, held.source, held.shape, health.add_loop("held")));
+            }
+            let mut result = Ok(());
+            while let Some(ended) = loops.join_next().await {
+                // Whichever ends first, by a stop or by an error, the other ends with it.
+                shared.stopping.cancel();
+                let ended = ended.unwrap_or_else(|e| Err(RunError::lane_died(&shared.name, Some(e))));
+                result = result.and(ended);
+            }
+            beside.shutdown().await;
+            result
+        }
+        .await;
+        health.ended();
+        result
+    }
+}
+
+/// Nothing is received before the database has answered and its tables are what this version needs.
+async fn store_answers<S: Inbox + Operations>(
+    shared: &Shared<S>,
+    health: &ConsumerHealth,
+    stop: &CancellationToken,
+) -> Result<bool, RunError> {
+    for attempt in 1.. {
+        let checked = tokio::select! {
+            checked = shared.store.check(&shared.limits) => checked,
+            _ = stop.cancelled() => return Ok(false),
+        };
+        let error = match checked {
+            Ok(()) => break,
+            Err(error) if error.kind() == StoreErrorKind::Misconfigured => {
+                return Err(RunError::store(&shared.name, error.to_string()));
+            }
+            Err(error) => error,
+        };
+        health.waiting_for(Some(format!("the database does not answer yet: {error}")));
+        if attempt == 1 {
+            tracing::warn!(consumer = shared.name, %error, "the database does not answer yet; trying until it does");
+        }
+        tokio::select! {
+            _ = tokio::time::sleep(spread(Duration::from_millis(100), Duration::from_secs(2), attempt)) => {}
+            _ = stop.cancelled() => return Ok(false),
+        }
+    }
+    health.waiting_for(None);
+    Ok(true)
+}
+
+/// From the stop on, running handlers have `limit` to finish.
+async fn deadline<S: Inbox>(shared: Arc<Shared<S>>, stop: CancellationToken, limit: Duration) {
+    tokio::select! {
+        _ = stop.cancelled() => {}
+        _ = shared.stopping.cancelled() => {}
+    }
+    shared.stopping.cancel();
+    tokio::time::sleep(limit).await;
+    shared.abort.cancel();
+    std::future::pending().await
+}
+
+/// Counts what is held, for metrics and health.
+async fn watch_backlog<S: Inbox>(shared: Arc<Shared<S>>, health: Arc<ConsumerHealth>) {
+    let mut every = tokio::time::interval(Duration::from_secs(15));
+    every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        every.tick().await;
+        if !shared.gate.is_open() {
+            continue;
+        }
+        match shared.store.backlog(&shared.name).await {
+            Ok(backlog) => {
+                health.set_backlog(backlog);
+                crate::telemetry::backlog(&shared.name, &backlog);
+            }
+            Err(error) => tracing::debug!(consumer = shared.name, %error, "held events could not be counted"),
+        }
+    }
+}
