@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod checks;
+mod conformance;
 mod deliveries;
 mod failures;
 mod harness;
