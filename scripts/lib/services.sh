@@ -29,8 +29,8 @@
 root=$(dirname "$scripts")
 readonly root
 
-# A short name for this checkout, where a path does not fit: node names, directories in /var/tmp.
-checkout_key=$(printf '%08x' "$(printf '%s' "$root" | cksum | cut -d' ' -f1)")
+# A short name for this set of servers, where a path does not fit: node names, directories in /var/tmp.
+checkout_key=$(printf '%08x' "$(printf '%s' "${ONLYONCE_SERVICES_DIR:-$root}" | cksum | cut -d' ' -f1)")
 readonly checkout_key
 
 readonly start_timeout=120 stop_timeout=60
@@ -134,7 +134,7 @@ action_env() {
 
 # Settles where the service lives.
 enter() {
-    local base=$root/target/services
+    local base=${ONLYONCE_SERVICES_DIR:-$root/target/services}
     mkdir -p "$base"
     base=$(cd "$base" && pwd -P)
     [[ -O $base ]] || die "$base belongs to $(stat -c %U "$base"); use scripts/services as that user"

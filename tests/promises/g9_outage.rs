@@ -51,13 +51,6 @@ async fn applied_once_and_nothing_counted(stage: &Stage<PostgresStore>, runs: &R
 const WAITING: &str =
     "FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%{s}.effects%'";
 
-async fn written(stage: &Stage<PostgresStore>) {
-    until("the handler's write", async || {
-        stage.number(&format!("SELECT count(*) {WAITING}"), "").await == 1
-    })
-    .await;
-}
-
 #[derive(Debug, Clone, Copy)]
 enum Outage {
     Refuses,
@@ -101,10 +94,10 @@ async fn an_outage_in_the_middle_of_work(outage: Outage) {
         _ => not_ready(&running, "paused").await,
     }
     // Long enough for a loop without backoff to show itself.
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(broker.stats().released, 0, "{outage:?}: what is in hand is kept");
     let tried = proxy.accepted() - connections;
-    assert!(tried < 40, "{outage:?}: {tried} connections in 3 s");
+    assert!(tried < 40, "{outage:?}: {tried} connections in 2 s");
     match outage {
         Outage::Refuses => proxy.accept().await,
         Outage::HangsUp => proxy.answer(),
@@ -194,7 +187,7 @@ async fn a_link_that_died_without_a_word_is_given_up() {
         .statement_timeout(Duration::from_millis(100));
     let running = Running::start(consumer);
     broker.publish(event("x", "1"));
-    written(&stage).await;
+    runs.until_waiting(1).await;
     proxy.strand();
     go_on.notify_one();
     soon("the ack", broker.drained()).await;
@@ -439,8 +432,7 @@ async fn a_session_that_was_ended_by_an_operator_is_not_an_attempt() {
     let running = Running::start(consumer);
     broker.publish(event("x", "1"));
     for run in 1..=2 {
-        runs.until(run).await;
-        written(&stage).await;
+        runs.until_waiting(run).await;
         let sql = format!("SELECT pg_terminate_backend(pid) {WAITING}");
         stage.execute(&sql, "").await;
         go_on.notify_one();

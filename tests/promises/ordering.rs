@@ -18,8 +18,8 @@ on_each_store!(
     an_event_that_gives_up_lets_its_key_go_on,
 );
 
-const KEYS: usize = 8;
-const EACH: usize = 25;
+const KEYS: usize = 6;
+const EACH: usize = 15;
 
 /// `EACH` events of each key, the keys mixed: key `k3` has `k3-0`, `k3-1`, ..
 fn publish_all(broker: &Broker) {
@@ -138,7 +138,7 @@ async fn keys_keep_their_order_over_restarts_and_cuts<S: TestStore>(stage: Stage
                 .stop_timeout(Duration::from_millis(chance.u64(0..50)));
             let running = Running::start(consumer);
             for _ in 0..3 {
-                let target = broker.stats().acked + chance.u64(1..30);
+                let target = broker.stats().acked + chance.u64(1..15);
                 let enough = broker.until(|s| s.acked >= target);
                 tokio::select! {
                     () = enough => {}

@@ -31,7 +31,7 @@ struct Link {
     /// Connections are made and ended at once.
     hangs_up: AtomicBool,
     /// Connections before this one never carry a byte again, and are never told.
-    stranded: watch::Sender<usize>,
+    stranded: Mutex<usize>,
     /// Counts up whenever all connections are to end.
     cuts: watch::Sender<u32>,
     commit: Mutex<Option<Cut>>,
@@ -64,7 +64,7 @@ impl Proxy {
             server: server.to_owned(),
             flows: watch::Sender::new(true),
             hangs_up: AtomicBool::new(false),
-            stranded: watch::Sender::new(0),
+            stranded: Mutex::new(0),
             cuts: watch::Sender::new(0),
             commit: Mutex::new(None),
             accepted: AtomicUsize::new(0),
@@ -137,7 +137,7 @@ impl Proxy {
 
     /// The machine behind all present connections vanishes; new ones find another.
     pub(crate) fn strand(&self) {
-        self.link.stranded.send_replace(self.accepted());
+        *self.link.stranded.lock().unwrap() = self.accepted();
     }
 
     /// Cuts the connection of the next COMMIT of a handler's transaction.
@@ -166,22 +166,17 @@ async fn accept(listener: TcpListener, link: Arc<Link>) {
 }
 
 async fn serve(number: usize, client: TcpStream, link: Arc<Link>) {
-    let (mut cuts, mut stranded) = (link.cuts.subscribe(), link.stranded.subscribe());
+    let mut cuts = link.cuts.subscribe();
     let Ok(server) = TcpStream::connect(&link.server).await else {
         return;
     };
-    let (mut from_client, mut to_client) = client.into_split();
-    let (mut from_server, mut to_server) = server.into_split();
+    let (from_client, to_client) = client.into_split();
+    let (from_server, to_server) = server.into_split();
     let lost = watch::Sender::new(false);
-    let ended = tokio::select! {
-        _ = cuts.changed() => true,
-        _ = requests(&mut from_client, &mut to_server, &link, &lost) => true,
-        _ = answers(&mut from_server, &mut to_client, &link, &lost) => true,
-        _ = stranded.wait_for(|first| number < *first) => false,
-    };
-    if !ended {
-        // Both ends stay open and neither is told anything.
-        let _ = cuts.changed().await;
+    tokio::select! {
+        _ = cuts.changed() => {}
+        _ = requests(number, from_client, to_server, &link, &lost) => {}
+        _ = answers(number, from_server, to_client, &link, &lost) => {}
     }
 }
 
@@ -189,15 +184,16 @@ async fn serve(number: usize, client: TcpStream, link: Arc<Link>) {
 const COMMIT: &[u8] = b"Q\0\0\0\x0bCOMMIT\0";
 
 async fn requests(
-    from: &mut OwnedReadHalf,
-    to: &mut OwnedWriteHalf,
+    number: usize,
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
     link: &Link,
     lost: &watch::Sender<bool>,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         let read = from.read(&mut buffer).await?;
-        flowing(link).await;
+        flowing(number, link).await;
         if read == 0 {
             return Ok(());
         }
@@ -220,15 +216,16 @@ async fn requests(
 }
 
 async fn answers(
-    from: &mut OwnedReadHalf,
-    to: &mut OwnedWriteHalf,
+    number: usize,
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
     link: &Link,
     lost: &watch::Sender<bool>,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         let read = from.read(&mut buffer).await?;
-        flowing(link).await;
+        flowing(number, link).await;
         if read == 0 {
             return Ok(());
         }
@@ -241,6 +238,10 @@ async fn answers(
     }
 }
 
-async fn flowing(link: &Link) {
+/// Waits until bytes of this connection may pass.
+async fn flowing(number: usize, link: &Link) {
+    if number < *link.stranded.lock().unwrap() {
+        std::future::pending::<()>().await;
+    }
     let _ = link.flows.subscribe().wait_for(|flows| *flows).await;
 }

@@ -82,21 +82,7 @@ fn unique() -> String {
 #[async_trait]
 impl TestStore for PostgresStore {
     async fn fresh() -> Option<Stage<Self>> {
-        let url = postgres_url()?;
-        let schema = unique();
-        let store = onlyonce::store::postgres::PostgresOptions::new(&url)
-            .schema(&schema)
-            .connect()
-            .unwrap();
-        store.migrate().await.unwrap();
-        let eyes = PgPool::connect(&url).await.unwrap();
-        let sql = format!("CREATE TABLE {schema}.effects (n bigserial PRIMARY KEY, id text NOT NULL)");
-        sqlx::raw_sql(AssertSqlSafe(sql)).execute(&eyes).await.unwrap();
-        Some(Stage {
-            store,
-            schema,
-            eyes: Eyes::Postgres(eyes),
-        })
+        Some(Stage::at(&postgres_url()?).await)
     }
 
     fn another(stage: &Stage<Self>) -> Opening<Self> {
@@ -162,6 +148,24 @@ impl TestStore for SqliteStore {
 }
 
 impl Stage<PostgresStore> {
+    /// A stage on this server.
+    pub(crate) async fn at(url: &str) -> Self {
+        let schema = unique();
+        let store = onlyonce::store::postgres::PostgresOptions::new(url)
+            .schema(&schema)
+            .connect()
+            .unwrap();
+        store.migrate().await.unwrap();
+        let eyes = PgPool::connect(url).await.unwrap();
+        let sql = format!("CREATE TABLE {schema}.effects (n bigserial PRIMARY KEY, id text NOT NULL)");
+        sqlx::raw_sql(AssertSqlSafe(sql)).execute(&eyes).await.unwrap();
+        Stage {
+            store,
+            schema,
+            eyes: Eyes::Postgres(eyes),
+        }
+    }
+
     /// Options for another store on the same tables.
     pub(crate) fn options(&self) -> onlyonce::store::postgres::PostgresOptions {
         onlyonce::store::postgres::PostgresOptions::new(postgres_url().unwrap()).schema(&self.schema)
@@ -411,6 +415,7 @@ pub(crate) struct Scripted<S: TestStore> {
 pub(crate) struct Runs {
     total: AtomicU32,
     running: AtomicU32,
+    waiting: AtomicU32,
     most_at_once: AtomicU32,
     by_id: Mutex<HashMap<String, u32>>,
     attempts: Mutex<HashMap<String, Vec<u32>>>,
@@ -437,18 +442,28 @@ impl Runs {
 
     /// Waits until the handler was entered this often in all.
     pub(crate) async fn until(&self, total: u32) {
-        let entered = async {
+        self.until_count("run", &self.total, total).await;
+    }
+
+    /// Waits until a handler has written its effect and waits, for the `nth` time in all. From then on
+    /// it cannot miss its signal.
+    pub(crate) async fn until_waiting(&self, nth: u32) {
+        self.until_count("wait", &self.waiting, nth).await;
+    }
+
+    async fn until_count(&self, what: &str, counter: &AtomicU32, count: u32) {
+        let reached = async {
             loop {
-                let entered = self.entered.notified();
-                tokio::pin!(entered);
-                entered.as_mut().enable();
-                if self.total() >= total {
+                let changed = self.entered.notified();
+                tokio::pin!(changed);
+                changed.as_mut().enable();
+                if counter.load(Ordering::SeqCst) >= count {
                     return;
                 }
-                entered.await;
+                changed.await;
             }
         };
-        soon(&format!("run {total} of the handler"), entered).await;
+        soon(&format!("{what} {count} of the handler"), reached).await;
     }
 
     pub(crate) fn by_id(&self) -> HashMap<String, u32> {
@@ -526,7 +541,12 @@ impl<S: TestStore> Handler<S::Db> for Scripted<S> {
             Act::Panic => panic!("the handler panics on purpose"),
             Act::Hang => std::future::pending().await,
             Act::Wait(signal) => {
-                signal.notified().await;
+                let signal = signal.notified();
+                tokio::pin!(signal);
+                signal.as_mut().enable();
+                self.runs.waiting.fetch_add(1, Ordering::SeqCst);
+                self.runs.entered.notify_waiters();
+                signal.await;
                 Ok(())
             }
             _ => Ok(()),
