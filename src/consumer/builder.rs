@@ -269,11 +269,13 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
     /// Checks everything and makes the consumer.
     pub fn build(self) -> Result<Consumer<S>, BuildError> {
         let mut problems = Problems::default();
+        let day = Duration::from_secs(86_400);
         problems.name(&self.name);
         let lanes = self
             .lanes
             .unwrap_or_else(|| self.store.max_useful_lanes().unwrap_or(8));
-        let held_lanes = self.held_lanes.unwrap_or_else(|| (lanes / 4).max(1));
+        // Only what was set can be wrong: a default that follows from something else is within its bounds.
+        let held_lanes = self.held_lanes.unwrap_or_else(|| (lanes / 4).clamp(1, 1000));
         problems.range("lanes", lanes, 1, 1000);
         problems.range("held_lanes", held_lanes, 1, 1000);
         if let Some(max) = self.store.max_useful_lanes()
@@ -285,13 +287,14 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             ));
         }
         problems.range("batch", self.batch, 1, 10_000);
-        let window = self
-            .window
-            .unwrap_or_else(|| lanes.saturating_mul(self.batch).saturating_mul(2))
-            .min(65_535);
+        let window = self.window.unwrap_or_else(|| {
+            lanes
+                .saturating_mul(self.batch)
+                .saturating_mul(2)
+                .clamp(1, 65_535)
+        });
         problems.range("window", window, 1, 65_535);
         problems.range("window_bytes", self.window_bytes, 1024, usize::MAX);
-        let day = Duration::from_secs(86_400);
         problems.time(
             "handler_timeout",
             self.handler_timeout,
@@ -306,7 +309,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         );
         let statement_timeout = self
             .statement_timeout
-            .unwrap_or_else(|| self.handler_timeout.max(Duration::from_secs(30)));
+            .unwrap_or_else(|| self.handler_timeout.clamp(Duration::from_secs(30), day));
         // It bounds our own statements as well.
         problems.time(
             "statement_timeout",
@@ -334,9 +337,9 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         }
 
         let reads_inbox = self.source.as_ref().is_some_and(|s| s.capabilities().reads_inbox);
-        let mut connections = vec![("lanes", lanes as u32)];
+        let mut connections = vec![("lanes", u32::try_from(lanes).unwrap_or(u32::MAX))];
         if !reads_inbox {
-            connections.push(("held lanes", held_lanes as u32));
+            connections.push(("held lanes", u32::try_from(held_lanes).unwrap_or(u32::MAX)));
         }
         check_connections(&mut problems.0, &connections, self.store.max_connections());
         let (Some(source), Some(handler), true) = (self.source, self.handler, problems.0.is_empty()) else {
@@ -432,7 +435,9 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
 
 /// All that is held by consumers of one pool, and the reserve, must fit into it.
 pub(crate) fn check_connections(problems: &mut Vec<String>, parts: &[(&'static str, u32)], max: u32) {
-    let sum: u32 = parts.iter().map(|(_, count)| count).sum::<u32>() + RESERVE;
+    let sum = parts
+        .iter()
+        .fold(RESERVE, |sum, (_, count)| sum.saturating_add(*count));
     if sum > max {
         let parts: Vec<_> = parts
             .iter()

@@ -19,6 +19,7 @@ mod g7_identity;
 mod g8_attempts;
 mod g9_outage;
 
+mod configuration;
 mod limits;
 mod ordering;
 mod queue;
