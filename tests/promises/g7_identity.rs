@@ -185,10 +185,13 @@ async fn the_same_id_of_two_sources_is_two_events<S: TestStore>(stage: Stage<S>)
     stage.end().await;
 }
 
+/// An id and the length of its payload, if it had one.
+type Got = (String, Option<usize>);
+
 /// Takes tombstones, and says what it got.
 struct Tombstones<S: TestStore> {
     schema: String,
-    got: Arc<Mutex<Vec<(String, Option<usize>)>>>,
+    got: Arc<Mutex<Vec<Got>>>,
     store: std::marker::PhantomData<fn() -> S>,
 }
 

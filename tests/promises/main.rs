@@ -9,6 +9,7 @@ mod running;
 mod wire;
 
 mod g13_stop;
+mod g14_poison;
 mod g1_one_transaction;
 mod g2_durable;
 mod g3_duplicates;
