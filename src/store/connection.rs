@@ -10,8 +10,17 @@ use tokio::sync::OwnedSemaphorePermit;
 #[derive(Debug)]
 pub struct Connection<Db: Database> {
     pub(crate) conn: PoolConnection<Db>,
-    /// The server's number for this session, where there is one.
-    pub(crate) session: Option<i32>,
+    /// What ends this session from outside, where there is something.
+    pub(crate) session: Option<Session>,
+}
+
+/// One session. A server that was restarted gives the same numbers again, in a container within
+/// minutes; a session that began at another time is somebody else's.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Session {
+    pub(crate) number: i32,
+    /// When it began, in microseconds by the server's clock.
+    pub(crate) began: i64,
 }
 
 impl<Db: Database> Connection<Db> {

@@ -8,7 +8,7 @@ use sqlx::query::Query;
 
 use super::PostgresStore;
 use super::classify::classify;
-use crate::store::{GRACE, StoreError, answer};
+use crate::store::{GRACE, Session, StoreError, answer};
 
 /// How long a statement beside the work may run on the server.
 pub(super) const STATEMENT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -42,12 +42,14 @@ impl PostgresStore {
     }
 
     /// Ends a session whose client gave up on it. Does not insist: the server's own limits are behind it.
-    pub(super) async fn terminate(&self, session: i32, patience: Duration) -> Result<(), StoreError> {
+    pub(super) async fn terminate(&self, session: Session, patience: Duration) -> Result<(), StoreError> {
         let doing = "ending a stuck session";
         let mut conn = answer(patience, self.reserve.acquire())
             .await
             .map_err(|e| classify(doing, e))?;
-        let end = sqlx::query("SELECT pg_terminate_backend($1)").bind(session);
+        let end = sqlx::query(self.sql.end_session.clone())
+            .bind(session.number)
+            .bind(session.began);
         let result = answer(patience, end.execute(&mut *conn)).await;
         given_back(conn, doing, result).map(|_| ())
     }

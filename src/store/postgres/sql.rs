@@ -7,6 +7,8 @@ use super::SchemaName;
 /// Every statement of the store, with the schema's name in its place. Built once; the name is a
 /// validated and quoted identifier, and nothing else is ever put into SQL.
 pub(super) struct Sql {
+    pub session: SqlStr,
+    pub end_session: SqlStr,
     pub claim: SqlStr,
     pub claim_read: SqlStr,
     pub claim_once: SqlStr,
@@ -24,6 +26,15 @@ pub(super) struct Sql {
     pub purge: SqlStr,
     pub purge_lag: SqlStr,
 }
+
+const SESSION: &str = "
+SELECT pid, (EXTRACT(EPOCH FROM backend_start) * 1000000)::bigint FROM pg_stat_activity WHERE pid = pg_backend_pid()";
+
+/// `$1` pid, `$2` its beginning. Nothing happens to a session that has this pid and is not the one meant.
+const END_SESSION: &str = "
+SELECT pg_terminate_backend(pid)
+  FROM pg_stat_activity
+ WHERE pid = $1 AND (EXTRACT(EPOCH FROM backend_start) * 1000000)::bigint = $2";
 
 /// The states in which a row stands for its event.
 const UNFINISHED: &str = "('ready', 'running', 'dead')";
@@ -194,6 +205,8 @@ impl Sql {
             AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
         };
         Self {
+            session: sql(SESSION),
+            end_session: sql(END_SESSION),
             claim: sql(CLAIM),
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),

@@ -13,7 +13,7 @@ use crate::event::{EventKey, PayloadHash};
 use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
     ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, GuardError, Guarded, HeldState,
-    Isolation, Limits, Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
+    Isolation, Limits, Outcome, Session, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
@@ -51,13 +51,9 @@ impl Store for PostgresStore {
             .acquire()
             .await
             .map_err(|e| classify("taking a connection", e))?;
-        let session = match answer(
-            GRACE,
-            sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *conn),
-        )
-        .await
-        {
-            Ok(session) => session,
+        let who = sqlx::query_as(self.sql.session.clone()).fetch_one(&mut *conn);
+        let session = match answer(GRACE, who).await {
+            Ok((number, began)) => Session { number, began },
             Err(e) => {
                 // The pool would wait for the answer before it lends the connection again.
                 drop(conn.detach());
@@ -202,11 +198,10 @@ impl Store for PostgresStore {
     }
 
     async fn abandon(&self, conn: Connection<Postgres>) {
-        if let Some(session) = conn.session {
-            // While we still hold the socket, so that the number cannot mean another session by now.
-            if let Err(error) = self.terminate(session, ABANDON).await {
-                tracing::debug!(session, %error, "could not end a stuck session; the server's own limits will");
-            }
+        if let Some(session) = conn.session
+            && let Err(error) = self.terminate(session, ABANDON).await
+        {
+            tracing::debug!(session = session.number, %error, "could not end a stuck session; the server's own limits will");
         }
         drop(conn.conn.detach());
     }

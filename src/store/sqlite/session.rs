@@ -4,6 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use sqlx::sqlite::SqliteConnection;
 
+use crate::store::Session;
+
 /// How many steps of SQLite's virtual machine lie between two looks at whether a statement was cut
 /// off: about a millisecond.
 const STEPS: i32 = 10_000;
@@ -30,21 +32,22 @@ impl Sessions {
     }
 
     /// Fits a connection and returns the number by which [`cut_off`](Self::cut_off) knows it.
-    pub(super) async fn fit(&self, conn: &mut SqliteConnection) -> Result<i32, sqlx::Error> {
+    pub(super) async fn fit(&self, conn: &mut SqliteConnection) -> Result<Session, sqlx::Error> {
         let committing = Arc::clone(&self.committing);
         let cut = Arc::new(AtomicBool::new(false));
-        let session = self.last.fetch_add(1, Ordering::Relaxed);
+        let number = self.last.fetch_add(1, Ordering::Relaxed);
         {
             let mut all = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
             // The connection owns the flag, so those of closed or given back connections are gone.
             all.retain(|_, cut| cut.strong_count() > 0);
-            all.insert(session, Arc::downgrade(&cut));
+            all.insert(number, Arc::downgrade(&cut));
         }
         let mut handle = conn.lock_handle().await?;
         // Good for one commit: ours, because it holds the write lock while the permission stands.
         handle.set_commit_hook(move || committing.swap(false, Ordering::SeqCst));
         handle.set_progress_handler(STEPS, move || !cut.load(Ordering::Relaxed));
-        Ok(session)
+        // These numbers are never given again.
+        Ok(Session { number, began: 0 })
     }
 
     /// Takes off what [`fit`](Self::fit) put on, when the lane gives its connection back.

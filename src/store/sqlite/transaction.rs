@@ -188,7 +188,7 @@ impl Store for SqliteStore {
 
     async fn abandon(&self, conn: Connection<Sqlite>) {
         if let (Some(sessions), Some(session)) = (&self.sessions, conn.session) {
-            sessions.cut_off(session);
+            sessions.cut_off(session.number);
         }
         // Closing waits for the statement and rolls back. Other writers wait in SQLite until then.
         if tokio::time::timeout(PROBE, conn.conn.detach().close())
