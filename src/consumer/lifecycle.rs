@@ -111,8 +111,14 @@ async fn store_answers<S: Inbox + Operations>(
     stop: &CancellationToken,
 ) -> Result<bool, RunError> {
     for attempt in 1.. {
+        // The probe has a connection of its own and says why there is none; the pool that the check
+        // uses says, much later, only that it has waited.
+        let checked = async {
+            shared.store.probe().await?;
+            shared.store.check(&shared.limits).await
+        };
         let checked = tokio::select! {
-            checked = shared.store.check(&shared.limits) => checked,
+            checked = checked => checked,
             _ = stop.cancelled() => return Ok(false),
         };
         let error = match checked {
