@@ -1,0 +1,106 @@
+//! The worker's side: a consumer as a user would write it, with short times.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use onlyonce::store::postgres::PostgresOptions;
+use onlyonce::testing::crash_from_env;
+use onlyonce::{Consumer, Context, Event, Handler, HandlerError, Json, RetryPolicy, async_trait};
+use onlyonce_rabbitmq::RabbitMq;
+use sqlx::{AssertSqlSafe, Postgres};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use crate::events::{self, How};
+
+/// What a dead process had leased is free again after this.
+const LEASE: Duration = Duration::from_secs(2);
+const LANES: usize = 4;
+
+struct Ledger {
+    insert: String,
+}
+
+#[async_trait]
+impl Handler<Postgres> for Ledger {
+    type Payload = Json<events::Event>;
+
+    async fn handle(
+        &self,
+        cx: &mut Context<'_, Postgres>,
+        event: Event<Json<events::Event>>,
+    ) -> Result<(), HandlerError> {
+        let attempt = cx.attempt();
+        let Json(payload) = event.payload;
+        sqlx::query(AssertSqlSafe(self.insert.as_str()))
+            .bind(&event.identity.id)
+            .bind(payload.amount)
+            .bind(attempt as i32)
+            .execute(cx.tx())
+            .await?;
+        // Time for something to happen in the middle of it.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..30))).await;
+        if attempt > payload.fails {
+            return Ok(());
+        }
+        match payload.how {
+            How::Error => Err("fails on purpose".into()),
+            How::Panic => panic!("panics on purpose"),
+            How::Swallow => {
+                let _ = sqlx::query("SELECT 1 / 0").execute(cx.tx()).await;
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Runs until SIGTERM, or until it is killed, or until a crash point named by `ONLYONCE_CRASH`.
+pub(crate) async fn run() -> anyhow::Result<()> {
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info")))
+        .init();
+    let variable = |name: &str| std::env::var(name).with_context(|| format!("{name} is not set"));
+    let name = variable("CHAOS_NAME")?;
+    let store = PostgresOptions::new(variable("CHAOS_POSTGRES_URL")?)
+        .schema(&name)
+        .max_connections(LANES as u32 + 2 + 2)
+        .acquire_timeout(Duration::from_secs(2))
+        .connect()?;
+    let source = RabbitMq::queue(variable("CHAOS_RABBITMQ_URL")?, &name)
+        .heartbeat(Duration::from_secs(2))
+        .connect_timeout(Duration::from_secs(3))
+        .build()?;
+    let consumer = Consumer::builder("chaos", store)
+        .source(source)
+        .handler(Ledger {
+            insert: format!("INSERT INTO {name}.ledger (event_id, amount, attempt) VALUES ($1, $2, $3)"),
+        })
+        .lanes(LANES)
+        .held_lanes(2)
+        .lease(LEASE)
+        .handler_timeout(Duration::from_secs(2))
+        .statement_timeout(Duration::from_secs(2)) // and, with it, how long a silent server is waited for
+        .retry(
+            RetryPolicy::new()
+                .immediate(1)
+                .delays([100, 200, 400, 800, 1600, 3200].map(Duration::from_millis)),
+        )
+        .crash_when(crash_from_env())
+        .build()?;
+    std::thread::spawn(end_with_the_runner);
+    let mut terminated = signal(SignalKind::terminate())?;
+    consumer
+        .run_until(async move {
+            terminated.recv().await;
+        })
+        .await?;
+    Ok(())
+}
+
+/// The runner holds the other end of stdin, and lets go of it when it ends, however it ends.
+fn end_with_the_runner() {
+    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    std::process::exit(3);
+}
