@@ -152,20 +152,18 @@ impl Broker {
     /// Cuts every consumer off, as the death of its process or of the link does: whatever is unacked
     /// goes back to the front, and receipts given out before are void.
     pub fn kill(&self) {
-        let mut state = self.lock();
-        state.session += 1;
-        let back: Vec<Message> = state.unacked.drain().map(|(_, message)| message).collect();
-        for message in back {
-            state.put_back(message);
-        }
-        drop(state);
+        self.lock().cut_off();
         self.changed.notify_waiters();
     }
 
     /// Makes every call of a source fail, until [`recover`](Self::recover).
     pub fn go_down(&self) {
-        self.kill();
-        self.lock().down = true;
+        {
+            // At once: what a consumer could still take in between would be lost to it for good.
+            let mut state = self.lock();
+            state.cut_off();
+            state.down = true;
+        }
         self.changed.notify_waiters();
     }
 
@@ -228,6 +226,14 @@ impl Default for Broker {
 }
 
 impl State {
+    fn cut_off(&mut self) {
+        self.session += 1;
+        let back: Vec<Message> = self.unacked.drain().map(|(_, message)| message).collect();
+        for message in back {
+            self.put_back(message);
+        }
+    }
+
     fn append(&mut self, message: Message) {
         self.last_place += 1;
         let place = self.last_place;
