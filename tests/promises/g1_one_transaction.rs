@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use onlyonce::Ordering::Unordered;
 use onlyonce::inbox::{InboxSource, Queue};
 use onlyonce::testing::{Broker, CrashPoint, deliver, event};
@@ -48,78 +49,81 @@ async fn a_failed_run_leaves_neither<S: TestStore>(stage: Stage<S>) {
     stage.end().await;
 }
 
+async fn a_death_at_any_point_leaves_one_effect_and_one_claim<S: TestStore>(stage: Stage<S>) {
+    let lives = CrashPoint::ALL.map(|point| die_with_an_event(&stage, point));
+    join_all(lives).await;
+    stage.end().await;
+}
+
 /// The first process dies at the point, the second one finds what is left. How often the handler
 /// runs says which of the two did the work.
-async fn a_death_at_any_point_leaves_one_effect_and_one_claim<S: TestStore>(stage: Stage<S>) {
-    for point in CrashPoint::ALL {
-        let (fails_first, entries) = match point {
-            CrashPoint::RolledBack | CrashPoint::Parked => (true, 2),
-            CrashPoint::Handled | CrashPoint::Guarded => (false, 2),
-            _ => (false, 1),
-        };
-        let name = point.as_str();
-        let entered = Arc::new(AtomicU32::new(0));
-        let consumer = |store: S| {
-            let (counts, schema) = (entered.clone(), stage.schema.clone());
-            let (handler, _) = Scripted::new(&stage, move |_, event| {
-                let first = counts.fetch_add(1, Ordering::SeqCst) == 0;
-                let (schema, id) = (schema.clone(), event.identity.id.clone());
-                Act::by(move |cx| {
-                    Box::pin(async move {
-                        S::write(cx.tx(), &schema, &id).await?;
-                        if first && fails_first {
-                            Err("no".into())
-                        } else {
-                            Ok(())
-                        }
-                    })
+async fn die_with_an_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint) {
+    let (fails_first, entries) = match point {
+        CrashPoint::RolledBack | CrashPoint::Parked => (true, 2),
+        CrashPoint::Handled | CrashPoint::Guarded => (false, 2),
+        _ => (false, 1),
+    };
+    let name = point.as_str();
+    let entered = Arc::new(AtomicU32::new(0));
+    let consumer = |store: S| {
+        let (counts, schema) = (entered.clone(), stage.schema.clone());
+        let (handler, _) = Scripted::new(stage, move |_, event| {
+            let first = counts.fetch_add(1, Ordering::SeqCst) == 0;
+            let (schema, id) = (schema.clone(), event.identity.id.clone());
+            Act::by(move |cx| {
+                Box::pin(async move {
+                    S::write(cx.tx(), &schema, &id).await?;
+                    if first && fails_first {
+                        Err("no".into())
+                    } else {
+                        Ok(())
+                    }
                 })
-            });
-            stage
-                .consumer_of(name, store)
-                .handler(handler)
-                .lanes(1)
-                .ordering(Unordered)
-                .retry(match point {
-                    // Not due before the first process is gone.
-                    CrashPoint::Parked => RetryPolicy::none().delays([Duration::from_secs(1)]),
-                    _ => RetryPolicy::none().immediate(1),
-                })
-        };
-        let broker = Broker::new();
-        broker.publish(event(name, "x"));
+            })
+        });
+        stage
+            .consumer_of(name, store)
+            .handler(handler)
+            .lanes(1)
+            .ordering(Unordered)
+            .retry(match point {
+                // Not due before the first process is gone.
+                CrashPoint::Parked => RetryPolicy::none().delays([Duration::from_secs(2)]),
+                _ => RetryPolicy::none().immediate(1),
+            })
+    };
+    let broker = Broker::new();
+    broker.publish(event(name, "x"));
 
-        let (plan, crashed) = crash_at(point);
-        let first = consumer(S::another(&stage).await)
-            .source(broker.source())
-            .crash_when(plan);
-        let process = Process::start(ready(first));
-        soon(name, crashed.notified()).await;
-        process.die();
-        broker.kill();
+    let (plan, crashed) = crash_at(point);
+    let first = consumer(S::another(stage).await)
+        .source(broker.source())
+        .crash_when(plan);
+    let process = Process::start(ready(first));
+    soon(name, crashed.notified()).await;
+    process.die();
+    broker.kill();
 
-        let second = consumer(S::another(&stage).await).source(broker.source());
-        let second = Process::start(ready(second));
-        soon(name, broker.drained()).await;
-        until(name, async || {
-            stage.effects().await.contains_key(name) && stage.held_of(name).await.is_empty()
-        })
-        .await;
-        second.die();
-        assert_eq!(stage.effects().await[name], 1, "{name}");
-        assert_eq!(
-            stage.processed(name).await,
-            [(name.to_owned(), "processed".to_owned())],
-            "{name}"
-        );
-        assert_eq!(entered.load(Ordering::SeqCst), entries, "{name}");
-    }
-    stage.end().await;
+    let second = consumer(S::another(stage).await).source(broker.source());
+    let second = Process::start(ready(second));
+    soon(name, broker.drained()).await;
+    until(name, async || {
+        stage.effects().await.contains_key(name) && stage.held_of(name).await.is_empty()
+    })
+    .await;
+    second.die();
+    assert_eq!(stage.effects().await[name], 1, "{name}");
+    assert_eq!(
+        stage.processed(name).await,
+        [(name.to_owned(), "processed".to_owned())],
+        "{name}"
+    );
+    assert_eq!(entered.load(Ordering::SeqCst), entries, "{name}");
 }
 
 async fn a_death_while_a_held_event_runs_leaves_one_effect_and_one_claim<S: TestStore>(stage: Stage<S>) {
     let lives = CrashPoint::ALL.map(|point| die_with_a_held_event(&stage, point));
-    futures_util::future::join_all(lives).await;
+    join_all(lives).await;
     stage.end().await;
 }
 
