@@ -22,6 +22,15 @@ CREATE TABLE onlyonce.processed_events (
 );
 CREATE INDEX processed_events_purge ON onlyonce.processed_events (consumer, processed_at) WHERE kind = 'event';
 
+-- Who reads: one row per running instance of a consumer, so that held events without a reader are noticed.
+CREATE TABLE onlyonce.consumers (
+    name     text COLLATE "C" NOT NULL,
+    instance uuid NOT NULL,
+    version  text COLLATE "C" NOT NULL,
+    seen_at  timestamptz NOT NULL DEFAULT now(),
+    PRIMARY KEY (name, instance)
+);
+
 -- Events that are kept because they could not be applied yet, or that wait in the embedded queue.
 CREATE TABLE onlyonce.inbox (
     id                bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

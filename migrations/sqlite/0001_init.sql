@@ -31,6 +31,15 @@ CREATE TABLE onlyonce_processed_events (
 CREATE INDEX onlyonce_processed_events_purge ON onlyonce_processed_events (consumer, processed_at)
     WHERE kind = 'event';
 
+-- Who reads: one row per running instance of a consumer, so that held events without a reader are noticed.
+CREATE TABLE onlyonce_consumers (
+    name     TEXT NOT NULL,
+    instance BLOB NOT NULL,
+    version  TEXT NOT NULL,
+    seen_at  INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    PRIMARY KEY (name, instance)
+) STRICT, WITHOUT ROWID;
+
 -- Events that are kept because they could not be applied yet, or that wait in the embedded queue.
 CREATE TABLE onlyonce_inbox (
     id                INTEGER PRIMARY KEY AUTOINCREMENT,

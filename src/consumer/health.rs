@@ -1,5 +1,6 @@
 //! Health: `live` and `ready`, with reasons, from progress and not from hope.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,7 +10,7 @@ use tokio::time::Instant;
 
 use super::gate::Gate;
 use crate::source::{SourceError, SourceHealth};
-use crate::store::Backlog;
+use crate::store::{Backlog, Unread};
 
 /// A loop beats about once a second; one that has not for this long is stuck.
 const STUCK: Duration = Duration::from_secs(30);
@@ -31,6 +32,8 @@ pub struct Check {
     pub ok: bool,
     /// What is not, in words for an operator.
     pub reasons: Vec<String>,
+    /// What somebody should look at although all is well, such as held events that nobody reads.
+    pub notes: Vec<String>,
 }
 
 impl Health {
@@ -56,12 +59,15 @@ impl Health {
         if consumers.is_empty() {
             reasons.push("no consumer has been added".to_owned());
         }
+        let mut notes = BTreeSet::new();
         for consumer in consumers.iter() {
             of(consumer, &mut reasons);
+            consumer.notes(&mut notes);
         }
         Check {
             ok: reasons.is_empty(),
             reasons,
+            notes: notes.into_iter().collect(),
         }
     }
 }
@@ -93,6 +99,7 @@ pub(crate) struct ConsumerHealth {
     waiting: Mutex<Option<String>>,
     ended: AtomicBool,
     backlog: Mutex<Backlog>,
+    unread: Mutex<Vec<Unread>>,
 }
 
 impl ConsumerHealth {
@@ -104,6 +111,7 @@ impl ConsumerHealth {
             waiting: Mutex::new(Some("not started".to_owned())),
             ended: AtomicBool::new(false),
             backlog: Mutex::default(),
+            unread: Mutex::default(),
         }
     }
 
@@ -118,6 +126,10 @@ impl ConsumerHealth {
         *lock(&self.waiting) = reason;
     }
 
+    pub(crate) fn set_unread(&self, unread: Vec<Unread>) {
+        *lock(&self.unread) = unread;
+    }
+
     pub(crate) fn set_backlog(&self, backlog: Backlog) {
         *lock(&self.backlog) = backlog;
     }
@@ -125,6 +137,15 @@ impl ConsumerHealth {
     /// The consumer's task is over, by a stop or by an error.
     pub(crate) fn ended(&self) {
         self.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Every consumer of one database sees the same; the set keeps one of each.
+    fn notes(&self, notes: &mut BTreeSet<String>) {
+        for Unread { consumer, held } in lock(&self.unread).iter() {
+            notes.insert(format!(
+                "{held} held events of consumer {consumer} have no reader"
+            ));
+        }
     }
 
     fn live(&self, reasons: &mut Vec<String>) {

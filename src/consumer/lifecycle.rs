@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use super::error::RunError;
 use super::health::ConsumerHealth;
@@ -12,7 +13,7 @@ use super::lane::Shared;
 use super::run::{Shape, run};
 use crate::delay::spread;
 use crate::source::Source;
-use crate::store::{Inbox, Operations, StoreErrorKind};
+use crate::store::{Inbox, Operations, StoreErrorKind, Unread};
 
 /// One logical subscriber, ready to run. Made by [`Consumer::builder`].
 pub struct Consumer<S: Inbox + Operations> {
@@ -81,6 +82,7 @@ impl<S: Inbox + Operations> Consumer<S> {
                 async move { gate.keep(store).await }
             });
             beside.spawn(watch_backlog(shared.clone(), health.clone()));
+            beside.spawn(watch_readers(shared.clone(), health.clone()));
             beside.spawn(deadline(shared.clone(), stop.clone(), stop_timeout));
 
             let mut loops = JoinSet::new();
@@ -169,5 +171,37 @@ async fn watch_backlog<S: Inbox>(shared: Arc<Shared<S>>, health: Arc<ConsumerHea
             }
             Err(error) => tracing::debug!(consumer = shared.name, %error, "held events could not be counted"),
         }
+    }
+}
+
+/// Says that this consumer runs, and notices held events whose consumer nobody runs: one that was
+/// renamed leaves its dead letters and retries behind, and no other consumer reads them.
+async fn watch_readers<S: Operations>(shared: Arc<Shared<S>>, health: Arc<ConsumerHealth>) {
+    let instance = Uuid::from_u128(fastrand::u128(..));
+    let mut every = tokio::time::interval(Duration::from_secs(60));
+    every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut known = Vec::new();
+    loop {
+        every.tick().await;
+        if !shared.gate.is_open() {
+            continue;
+        }
+        let unread = match shared.store.seen(&shared.name, instance).await {
+            Ok(unread) => unread,
+            Err(error) => {
+                tracing::debug!(consumer = shared.name, %error, "could not say that the consumer runs");
+                continue;
+            }
+        };
+        for Unread { consumer, held } in unread.iter().filter(|u| !known.contains(&u.consumer)) {
+            tracing::warn!(
+                consumer = shared.name,
+                unread = consumer,
+                held,
+                "held events have no reader (run that consumer; if it was renamed, it is another subscriber now)"
+            );
+        }
+        known = unread.iter().map(|unread| unread.consumer.clone()).collect();
+        health.set_unread(unread);
     }
 }

@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::Database;
+use uuid::Uuid;
 
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
@@ -158,6 +159,10 @@ pub trait Operations: Store {
     /// needs. The error names what is missing or wrong and how to repair it.
     async fn check(&self, limits: &Limits) -> Result<(), StoreError>;
 
+    /// Says that this instance of the consumer is running, forgets instances that have not said so for
+    /// a week, and returns the held events of consumers that nobody runs.
+    async fn seen(&self, consumer: &str, instance: Uuid) -> Result<Vec<Unread>, StoreError>;
+
     /// Deletes up to `limit` claims of this consumer that are older than `window`, beginning at
     /// `after` (where the last batch ended).
     async fn purge(
@@ -167,6 +172,16 @@ pub trait Operations: Store {
         limit: u32,
         after: PurgeCursor,
     ) -> Result<Purged, StoreError>;
+}
+
+/// Held events of a consumer that no instance has run for five minutes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unread {
+    /// The consumer's name.
+    pub consumer: String,
+    /// How many events wait for it or are dead.
+    pub held: u64,
 }
 
 /// Where the last batch of a purge ended, in microseconds since 1970 by the database's clock.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use onlyonce::consumer::ConsumerBuilder;
 use onlyonce::inbox::{Enqueued, InboxSource, Queue, QueueError};
-use onlyonce::testing::event;
+use onlyonce::testing::{Broker, deliver, event};
 use onlyonce::{Consumer, RetryPolicy};
 use tokio::sync::Notify;
 
@@ -22,6 +22,7 @@ on_each_store!(
     a_lease_is_renewed_while_its_handler_runs,
     the_leases_of_a_dead_process_are_taken_over,
     a_stop_gives_leases_back_at_once,
+    held_events_without_a_reader_are_named,
 );
 
 fn queue<S: TestStore>(stage: &Stage<S>) -> Queue<S> {
@@ -258,5 +259,45 @@ async fn a_stop_gives_leases_back_at_once<S: TestStore>(stage: Stage<S>) {
     emptied(&stage).await;
     assert_eq!(runs.total(), 4);
     next.stop().await;
+    stage.end().await;
+}
+
+/// A consumer that was renamed leaves events behind that its new name does not read.
+async fn held_events_without_a_reader_are_named<S: TestStore>(stage: Stage<S>) {
+    let (handler, _) = Scripted::new(&stage, |_, _| Act::Fail("no".into()));
+    deliver(stage.consumer("old name").handler(handler), events(3))
+        .await
+        .unwrap();
+    // It has run a moment ago; five minutes later nobody has.
+    let ago = "UPDATE {s}.consumers SET seen_at = seen_at - interval '10 minutes'";
+    let ago_sqlite = "UPDATE onlyonce_consumers SET seen_at = seen_at - 600000000";
+    stage.execute(ago, ago_sqlite).await;
+
+    let (handler, _) = Scripted::applies(&stage);
+    let again = stage
+        .consumer("new name")
+        .source(Broker::new().source())
+        .handler(handler);
+    let running = Running::start(again);
+    until("the note", async || {
+        running.health.ready().notes == ["3 held events of consumer old name have no reader"]
+    })
+    .await;
+    until("readiness", async || running.health.ready().ok).await;
+    running.stop().await;
+
+    let (handler, _) = Scripted::applies(&stage);
+    let old = stage
+        .consumer("old name")
+        .source(Broker::new().source())
+        .handler(handler);
+    let running = Running::start(old);
+    until("readiness", async || running.health.ready().ok).await;
+    assert_eq!(
+        running.health.ready().notes,
+        [] as [String; 0],
+        "now they have one"
+    );
+    running.stop().await;
     stage.end().await;
 }

@@ -3,11 +3,16 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::postgres::PgRow;
 use sqlx::{AssertSqlSafe, FromRow, Row as _, SqlSafeStr as _};
+
+use uuid::Uuid;
 
 use super::PostgresStore;
 use super::classify::{classify, code};
-use crate::store::{Limits, Operations, PurgeCursor, Purged, Store, StoreError, StoreErrorKind, answer};
+use crate::store::{
+    Limits, Operations, PurgeCursor, Purged, Store, StoreError, StoreErrorKind, Unread, answer,
+};
 
 /// The layout that this version reads and writes.
 const LAYOUT: i32 = 1;
@@ -27,6 +32,15 @@ const COLUMNS: &[(&str, &[(&str, &str)])] = &[
             ("payload_hash", "bytea"),
             ("outcome", "text"),
             ("processed_at", "timestamptz"),
+        ],
+    ),
+    (
+        "consumers",
+        &[
+            ("name", "text"),
+            ("instance", "uuid"),
+            ("version", "text"),
+            ("seen_at", "timestamptz"),
         ],
     ),
     (
@@ -133,6 +147,25 @@ impl Operations for PostgresStore {
         self.check_privileges().await
     }
 
+    async fn seen(&self, consumer: &str, instance: Uuid) -> Result<Vec<Unread>, StoreError> {
+        let doing = "saying that a consumer runs";
+        let seen = sqlx::query(self.sql.seen.clone())
+            .bind(consumer.to_owned())
+            .bind(instance)
+            .bind(env!("CARGO_PKG_VERSION"));
+        let unread = |row: &PgRow| {
+            Ok(Unread {
+                consumer: row.try_get(0)?,
+                held: row.try_get::<i64, _>(1)? as u64,
+            })
+        };
+        let rows = self.rows(doing, seen).await?;
+        rows.iter()
+            .map(unread)
+            .collect::<Result<_, _>>()
+            .map_err(|e| classify(doing, e))
+    }
+
     async fn purge(
         &self,
         consumer: &str,
@@ -150,13 +183,15 @@ impl Operations for PostgresStore {
         let row = self.row("purging", purge).await?;
         let rows: i64 = row.try_get(0).map_err(purging)?;
         let next: Option<i64> = row.try_get(1).map_err(purging)?;
+        let next = next.map_or(after, PurgeCursor);
         let lag = sqlx::query(self.sql.purge_lag.clone())
             .bind(consumer)
-            .bind(window_ms);
+            .bind(window_ms)
+            .bind(next.0);
         let lag: i64 = self.row("purging", lag).await?.try_get(0).map_err(purging)?;
         Ok(Purged {
             rows: rows as u64,
-            next: next.map_or(after, PurgeCursor),
+            next,
             more: rows >= i64::from(limit),
             lag: Duration::from_millis(lag.max(0) as u64),
         })

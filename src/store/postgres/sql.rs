@@ -25,6 +25,7 @@ pub(super) struct Sql {
     pub backlog: SqlStr,
     pub purge: SqlStr,
     pub purge_lag: SqlStr,
+    pub seen: SqlStr,
 }
 
 const SESSION: &str = "
@@ -192,9 +193,28 @@ WITH old AS (
        DELETE FROM {s}.processed_events p USING old WHERE p.event_key = old.event_key RETURNING old.processed_at)
 SELECT count(*), (EXTRACT(EPOCH FROM max(processed_at)) * 1000000)::bigint FROM gone";
 
+/// From where the purge has come to (`$3`): what lies before is gone, and looking there again would
+/// read all its dead entries.
 const PURGE_LAG: &str = "
 SELECT COALESCE(GREATEST(EXTRACT(EPOCH FROM now() - min(processed_at)) * 1000 - $2, 0), 0)::bigint
-  FROM {s}.processed_events WHERE consumer = $1 AND kind = 'event'";
+  FROM {s}.processed_events
+ WHERE consumer = $1 AND kind = 'event'
+   AND processed_at >= 'epoch'::timestamptz + $3::bigint * interval '1 microsecond'";
+
+/// `$1` consumer, `$2` instance, `$3` version.
+const SEEN: &str = "
+WITH me AS (
+       INSERT INTO {s}.consumers (name, instance, version) VALUES ($1, $2, $3)
+           ON CONFLICT (name, instance) DO UPDATE SET seen_at = now(), version = excluded.version),
+     gone AS (
+       DELETE FROM {s}.consumers WHERE seen_at < now() - interval '7 days')
+SELECT i.consumer, count(*)
+  FROM {s}.inbox i
+ WHERE i.state IN {unfinished} AND i.consumer <> $1
+   AND NOT EXISTS (SELECT 1 FROM {s}.consumers c
+                    WHERE c.name = i.consumer AND c.seen_at > now() - interval '5 minutes')
+ GROUP BY i.consumer
+ ORDER BY i.consumer";
 
 impl Sql {
     pub(super) fn new(schema: &SchemaName) -> Self {
@@ -223,6 +243,7 @@ impl Sql {
             backlog: sql(BACKLOG),
             purge: sql(PURGE),
             purge_lag: sql(PURGE_LAG),
+            seen: sql(SEEN),
         }
     }
 }

@@ -5,11 +5,13 @@ use async_trait::async_trait;
 use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::{Row as _, SqlSafeStr as _};
 
+use uuid::Uuid;
+
 use super::classify::{classify, primary};
 use super::inbox::micros;
 use super::transaction::has_table;
 use super::{SqliteStore, commit, sql};
-use crate::store::{Limits, Operations, PurgeCursor, Purged, Store, StoreError, StoreErrorKind};
+use crate::store::{Limits, Operations, PurgeCursor, Purged, Store, StoreError, StoreErrorKind, Unread};
 
 /// The layout that this version reads and writes.
 const LAYOUT: i32 = 1;
@@ -34,6 +36,15 @@ const COLUMNS: &[(&str, &[(&str, &str)])] = &[
             ("outcome", "TEXT"),
             ("processed_at", "INTEGER"),
             ("open_mark", "TEXT"),
+        ],
+    ),
+    (
+        "onlyonce_consumers",
+        &[
+            ("name", "TEXT"),
+            ("instance", "BLOB"),
+            ("version", "TEXT"),
+            ("seen_at", "INTEGER"),
         ],
     ),
     (
@@ -103,6 +114,32 @@ impl Operations for SqliteStore {
         self.check_columns().await?;
         self.check_unique().await?;
         self.check_open_mark().await
+    }
+
+    async fn seen(&self, consumer: &str, instance: Uuid) -> Result<Vec<Unread>, StoreError> {
+        let saying = |e| classify("saying that a consumer runs", e);
+        let mut tx = self.begin_reserve("saying that a consumer runs").await?;
+        sqlx::query(sql::SEEN)
+            .bind(consumer)
+            .bind(instance.as_bytes().as_slice())
+            .bind(env!("CARGO_PKG_VERSION"))
+            .execute(&mut *tx)
+            .await
+            .map_err(saying)?;
+        sqlx::query(sql::FORGET).execute(&mut *tx).await.map_err(saying)?;
+        let rows: Vec<(String, i64)> = sqlx::query_as(sql::UNREAD)
+            .bind(consumer)
+            .fetch_all(&mut *tx)
+            .await
+            .map_err(saying)?;
+        commit(tx).await.map_err(saying)?;
+        Ok(rows
+            .into_iter()
+            .map(|(consumer, held)| Unread {
+                consumer,
+                held: held as u64,
+            })
+            .collect())
     }
 
     async fn purge(

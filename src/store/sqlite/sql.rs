@@ -222,6 +222,21 @@ SELECT count(*) FILTER (WHERE COALESCE(leased_until, run_at) <= t OR state = 'ru
 );
 
 /// `?1` consumer, `?2` window, `?3` limit, `?4` where the last batch ended.
+pub(super) const SEEN: &str = concat!(
+    "INSERT INTO onlyonce_consumers (name, instance, version) VALUES (?, ?, ?) ",
+    "ON CONFLICT (name, instance) DO UPDATE SET seen_at = excluded.seen_at, version = excluded.version",
+);
+
+pub(super) const FORGET: &str = "DELETE FROM onlyonce_consumers WHERE seen_at < CAST((unixepoch('subsec') - 7 * 86400) * 1000000 AS INTEGER)";
+
+pub(super) const UNREAD: &str = concat!(
+    "SELECT i.consumer, count(*) FROM onlyonce_inbox i ",
+    "WHERE i.state IN ('ready', 'running', 'dead') AND i.consumer <> ? ",
+    "AND NOT EXISTS (SELECT 1 FROM onlyonce_consumers c WHERE c.name = i.consumer ",
+    "AND c.seen_at > CAST((unixepoch('subsec') - 300) * 1000000 AS INTEGER)) ",
+    "GROUP BY i.consumer ORDER BY i.consumer",
+);
+
 pub(super) const PURGE: &str = concat!(
     "
 DELETE FROM onlyonce_processed_events
