@@ -49,7 +49,7 @@ impl RetryPolicy {
     }
 
     /// How often to try again in place. Default 3. More of them keep a lane busy for longer; with
-    /// per-key order they are the only retries.
+    /// per-key order they are the only retries of an event that has a key.
     pub fn immediate(mut self, times: u32) -> Self {
         self.immediate = times;
         self

@@ -315,3 +315,29 @@ async fn runs_dropped_at_any_moment_leave_nothing_behind<S: TestStore>(stage: St
     .await;
     stage.end().await;
 }
+
+/// What is cut off at the deadline asks a server that gives no answer; the stop does not wait for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_on_a_frozen_server_does_not_wait_for_its_limits() {
+    let (Some(stage), Some(proxy)) = (PostgresStore::fresh().await, Proxy::start().await) else {
+        return;
+    };
+    let (handler, runs) = Scripted::new(&stage, |_, _| Act::Wait(Arc::default()));
+    let broker = Broker::new();
+    broker.publish(event("x", "1"));
+    let consumer = Consumer::builder("c", proxy.store(&stage.schema))
+        .source(broker.source())
+        .handler(handler)
+        .stop_timeout(Duration::from_millis(200));
+    let running = Running::start(consumer);
+    runs.until_waiting(1).await;
+    proxy.freeze();
+    let stop = tokio::time::timeout(Duration::from_secs(25), running.stop());
+    assert!(
+        stop.await.is_ok(),
+        "a statement's own limit is 30 s: the stop waited for it"
+    );
+    assert_eq!((broker.stats().released, broker.waiting()), (1, 1));
+    proxy.cut();
+    stage.end().await;
+}
