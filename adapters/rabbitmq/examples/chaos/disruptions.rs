@@ -14,6 +14,7 @@ use crate::servers::Servers;
 #[derive(Debug, Clone, Copy)]
 enum Disruption {
     RestartBroker,
+    KillBroker,
     RestartDatabase,
     KillDatabase,
     CutBroker,
@@ -41,8 +42,9 @@ const SHORT: [(Disruption, usize); 9] = [
     (CutCommits, 1),
     (Stun, 1),
 ];
-const FULL: [(Disruption, usize); 11] = [
+const FULL: [(Disruption, usize); 12] = [
     (RestartBroker, 2),
+    (KillBroker, 1),
     (RestartDatabase, 1),
     (KillDatabase, 1),
     (CutBroker, 4),
@@ -97,6 +99,7 @@ async fn happen(what: Disruption, random: &mut Rng, servers: &Servers, crew: &Cr
     let place = &crew.places[random.usize(..crew.places.len())];
     match what {
         RestartBroker => return servers.restart("restart", "rabbitmq").await,
+        KillBroker => return servers.restart("kill", "rabbitmq").await,
         RestartDatabase => return servers.restart("restart", "postgres").await,
         KillDatabase => return servers.restart("kill", "postgres").await,
         CutBroker => disturb(random, crew, |place| &place.rabbitmq, Link::cut).await,

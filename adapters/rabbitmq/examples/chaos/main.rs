@@ -151,8 +151,9 @@ impl Run {
         release.send_replace(self.events.len());
         producing.await.context("the producer")??;
         println!(
-            "chaos: no more failures after {} s; draining",
-            self.started.elapsed().as_secs()
+            "chaos: no more failures after {} s, with {} applied; draining",
+            self.started.elapsed().as_secs(),
+            self.ledger.applied().await?
         );
         self.drained().await?;
         self.crew.stop();
