@@ -283,8 +283,15 @@ is_ours() {
     [[ $pid =~ ^[0-9]+$ ]] && [[ $(arguments_of "$pid") == *"$2"* ]]
 }
 
+# A process has none for a moment, too, while it becomes another program: so it is looked at again.
 arguments_of() {
-    { tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null || true
+    local arguments='' i
+    for ((i = 0; i < 10; i++)); do
+        arguments=$({ tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null) || true
+        [[ -z $arguments && -d /proc/$1 ]] || break
+        sleep 0.02
+    done
+    printf '%s' "$arguments"
 }
 
 # ---------------------------------------------------------------------------------------------
