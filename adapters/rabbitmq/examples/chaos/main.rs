@@ -125,8 +125,9 @@ impl Run {
 
         // Events are let go as the kills proceed, so that there is always work to interrupt; where a
         // crash point waits for more of it, a little earlier.
+        let mut disrupted = false;
         let (mut extra, mut last) = (0, (0, Instant::now()));
-        while !(self.crew.last_lives_begun() && disrupting.is_finished()) {
+        while !(self.crew.last_lives_begun() && disrupted) {
             let applied = self.ledger.applied().await.unwrap_or(last.0);
             if applied != last.0 {
                 last = (applied, Instant::now());
@@ -145,9 +146,14 @@ impl Run {
             self.crew.check()?;
             self.crew.sample_memory();
             self.progress(applied);
-            sleep(LOOK).await;
+            tokio::select! {
+                done = &mut disrupting, if !disrupted => {
+                    done.context("the disruptions")??;
+                    disrupted = true;
+                }
+                () = sleep(LOOK) => {}
+            }
         }
-        (&mut disrupting).await.context("the disruptions")??;
         release.send_replace(self.events.len());
         producing.await.context("the producer")??;
         println!(
