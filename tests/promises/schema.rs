@@ -28,9 +28,9 @@ async fn migrating_again_changes_nothing<S: TestStore>(stage: Stage<S>) {
 
 async fn many_may_migrate_at_once<S: TestStore>(stage: Stage<S>) {
     let drop = [
-        "DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.migrations",
+        "DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.migrations",
         "DROP TABLE onlyonce_schema_version; DROP TABLE onlyonce_processed_events; DROP TABLE onlyonce_inbox;
-         DROP TABLE onlyonce_open_claims; DROP TABLE onlyonce_migrations",
+         DROP TABLE onlyonce_open_claims; DROP TABLE onlyonce_consumers; DROP TABLE onlyonce_migrations",
     ];
     stage.execute(drop[0], drop[1]).await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -282,7 +282,7 @@ async fn the_applications_own_migrations_are_left_alone() {
          installed_on timestamptz NOT NULL DEFAULT now(), success boolean NOT NULL, checksum bytea NOT NULL,
          execution_time bigint NOT NULL);
          INSERT INTO {s}._sqlx_migrations VALUES (7, 'theirs', now(), true, 'x', 1);
-         DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.migrations";
+         DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.migrations";
     stage.execute(theirs, "").await;
     let (_, url) = stage.role().await;
     stage

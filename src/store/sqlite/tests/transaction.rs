@@ -379,7 +379,20 @@ async fn twenty_lanes_a_purge_and_an_outside_writer_apply_every_effect_once() {
         } else {
             bench.store.pool().close().await;
             bench.store.reserve.close().await;
-            bench.sql("PRAGMA journal_mode = DELETE").await;
+            // Refused while any other connection is open, and dropped ones close in their own threads.
+            let leave_wal = async {
+                let mut conn = bench.outside().await;
+                while sqlx::raw_sql("PRAGMA journal_mode = DELETE")
+                    .execute(&mut conn)
+                    .await
+                    .is_err()
+                {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::time::timeout(std::time::Duration::from_secs(30), leave_wal)
+                .await
+                .unwrap();
             SqliteStore::from_pool(
                 SqlitePoolOptions::new()
                     .max_connections(24)
