@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, FromRow, Row as _, SqlSafeStr as _};
 
 use uuid::Uuid;
@@ -88,55 +88,23 @@ const UNIQUE: &[(&str, &str, Option<&str>)] = &[
 impl Operations for PostgresStore {
     async fn migrate(&self) -> Result<(), StoreError> {
         // One transaction with a transaction-scoped lock: a session lock would outlive a failed or
-        // cancelled migration and hang every later one, this application's own included.
-        let migrating = |e: sqlx::Error| {
-            let kind = if code(&e).is_some() {
-                StoreErrorKind::Misconfigured
-            } else {
-                StoreErrorKind::Unavailable
-            };
-            StoreError::from_sqlx(kind, "migrating", e)
-        };
-        let mut tx = self.reserve.begin().await.map_err(migrating)?;
-        sqlx::raw_sql("SET LOCAL lock_timeout = '60s'; SET LOCAL statement_timeout = 0")
-            .execute(&mut *tx)
+        // cancelled migration and hang every later one, this application's own included. In a task of
+        // its own: a caller who stops waiting leaves no transaction half begun.
+        let store = self.clone();
+        let migration = tokio::spawn(async move {
+            let mut tx = store.reserve.begin().await.map_err(migrating)?;
+            match store.migrate_in(&mut tx).await {
+                Ok(()) => tx.commit().await.map_err(migrating),
+                // Now, and not when the pool comes to it: others wait for the lock.
+                Err(error) => {
+                    let _ = tx.rollback().await;
+                    Err(error)
+                }
+            }
+        });
+        migration
             .await
-            .map_err(migrating)?;
-        sqlx::query("SELECT pg_advisory_xact_lock(hashtextextended('onlyonce.' || $1, 0))")
-            .bind(self.schema.as_str())
-            .execute(&mut *tx)
-            .await
-            .map_err(migrating)?;
-        let schema = self.schema.quoted();
-        // Asked first, so that a role that may not create schemas can use one that is there.
-        let there: bool = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM pg_namespace WHERE nspname = $1)")
-            .bind(self.schema.as_str())
-            .fetch_one(&mut *tx)
-            .await
-            .map_err(migrating)?;
-        if !there {
-            sqlx::raw_sql(AssertSqlSafe(format!("CREATE SCHEMA {schema}")))
-                .execute(&mut *tx)
-                .await
-                .map_err(migrating)?;
-        }
-        let migrations = vec![Migration::new(
-            1,
-            "init".into(),
-            MigrationType::Simple,
-            AssertSqlSafe(INIT.replace("onlyonce.", &format!("{schema}."))).into_sql_str(),
-            false,
-        )];
-        let mut migrator = Migrator::with_migrations(migrations);
-        migrator.dangerous_set_table_name(format!("{schema}.migrations"));
-        migrator.set_locking(false);
-        // A newer program may have migrated further; whether this one can work with that is for `check` to say.
-        migrator.set_ignore_missing(true);
-        migrator
-            .run_direct(None, &mut *tx, false)
-            .await
-            .map_err(|e| StoreError::new(StoreErrorKind::Misconfigured, format!("migrating: {e}")))?;
-        tx.commit().await.map_err(migrating)
+            .unwrap_or_else(|e| Err(unavailable(format!("migrating: {e}"))))
     }
 
     async fn check(&self, limits: &Limits) -> Result<(), StoreError> {
@@ -199,6 +167,48 @@ impl Operations for PostgresStore {
 }
 
 impl PostgresStore {
+    async fn migrate_in(&self, conn: &mut PgConnection) -> Result<(), StoreError> {
+        sqlx::raw_sql("SET LOCAL lock_timeout = '60s'; SET LOCAL statement_timeout = 0")
+            .execute(&mut *conn)
+            .await
+            .map_err(migrating)?;
+        sqlx::query("SELECT pg_advisory_xact_lock(hashtextextended('onlyonce.' || $1, 0))")
+            .bind(self.schema.as_str())
+            .execute(&mut *conn)
+            .await
+            .map_err(migrating)?;
+        let schema = self.schema.quoted();
+        // Asked first, so that a role that may not create schemas can use one that is there.
+        let there: bool = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM pg_namespace WHERE nspname = $1)")
+            .bind(self.schema.as_str())
+            .fetch_one(&mut *conn)
+            .await
+            .map_err(migrating)?;
+        if !there {
+            sqlx::raw_sql(AssertSqlSafe(format!("CREATE SCHEMA {schema}")))
+                .execute(&mut *conn)
+                .await
+                .map_err(migrating)?;
+        }
+        let migrations = vec![Migration::new(
+            1,
+            "init".into(),
+            MigrationType::Simple,
+            AssertSqlSafe(INIT.replace("onlyonce.", &format!("{schema}."))).into_sql_str(),
+            false,
+        )];
+        let mut migrator = Migrator::with_migrations(migrations);
+        migrator.dangerous_set_table_name(format!("{schema}.migrations"));
+        migrator.set_locking(false);
+        // A newer program may have migrated further; whether this one can work with that is for `check` to say.
+        migrator.set_ignore_missing(true);
+        migrator
+            .run_direct(None, &mut *conn, false)
+            .await
+            .map_err(|e| StoreError::new(StoreErrorKind::Misconfigured, format!("migrating: {e}")))?;
+        Ok(())
+    }
+
     async fn probe_settings(&self, limits: &Limits) -> Result<(), StoreError> {
         // A session as handlers get it: a pool of the application's own may have hooks.
         let mut conn = self.open().await?;
@@ -381,6 +391,15 @@ impl PostgresStore {
 /// A predicate without the outer brackets that the server's own printing adds.
 fn plain(predicate: &str) -> String {
     predicate.trim_matches(['(', ')']).to_owned()
+}
+
+fn migrating(error: sqlx::Error) -> StoreError {
+    let kind = if code(&error).is_some() {
+        StoreErrorKind::Misconfigured
+    } else {
+        StoreErrorKind::Unavailable
+    };
+    StoreError::from_sqlx(kind, "migrating", error)
 }
 
 fn misconfigured(message: impl Into<String>) -> StoreError {
