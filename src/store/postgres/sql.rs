@@ -10,9 +10,11 @@ pub(super) struct Sql {
     pub session: SqlStr,
     pub end_session: SqlStr,
     pub claim: SqlStr,
+    pub claim_one: SqlStr,
     pub claim_read: SqlStr,
     pub claim_once: SqlStr,
     pub guard: SqlStr,
+    pub finish: SqlStr,
     pub park_claim: SqlStr,
     pub park_insert: SqlStr,
     pub park_unclaim: SqlStr,
@@ -56,6 +58,18 @@ SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
     ON CONFLICT (event_key) DO NOTHING
 RETURNING event_key, payload_hash, pg_current_xact_id()::text";
 
+/// The same for one event, without arrays to build and to take apart: a third of the claim's cost.
+const CLAIM_ONE: &str = "
+INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+SELECT $1, 'event', $2, $3, $4, $5, $8
+ WHERE NOT EXISTS (
+       SELECT 1 FROM {s}.inbox x
+        WHERE x.event_key = $1 AND x.state IN {unfinished}
+          AND (x.payload_hash = $5 OR x.copy_payload_hash = $5)
+          AND (x.id IS DISTINCT FROM $6 OR x.lease_token IS DISTINCT FROM $7))
+    ON CONFLICT (event_key) DO NOTHING
+RETURNING pg_current_xact_id()::text";
+
 /// What stands where an insert found its place taken; a fresh snapshot, so it sees who won.
 const CLAIM_READ: &str = "
 SELECT u.k, u.hash, p.source, p.event_id, p.payload_hash, p.outcome,
@@ -71,9 +85,15 @@ INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, p
 VALUES ($1, 'once', $2, $3, $4, '', 'processed')
     ON CONFLICT (event_key) DO NOTHING";
 
+/// Which transaction this is, and whether it has held rows to finish: few have, and a look is cheaper
+/// than two writes that find nothing.
+const GUARD: &str = "
+SELECT pg_current_xact_id_if_assigned()::text,
+       EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($1) AND state IN {unfinished})";
+
 /// `$1` keys, `$2` the claims' xid, `$3` the final state of rows that were dead once. The xid stands
 /// inside the writes as well: in a transaction that is not ours they would commit on their own.
-const GUARD: &str = "
+const FINISH: &str = "
 WITH deleted AS (
        DELETE FROM {s}.inbox
         WHERE event_key = ANY ($1) AND state IN {unfinished} AND dead_at IS NULL
@@ -84,7 +104,7 @@ WITH deleted AS (
         WHERE event_key = ANY ($1) AND state IN {unfinished} AND dead_at IS NOT NULL
           AND pg_current_xact_id_if_assigned()::text = $2
     RETURNING 1)
-SELECT pg_current_xact_id_if_assigned()::text, (SELECT count(*) FROM deleted), (SELECT count(*) FROM finished)";
+SELECT (SELECT count(*) FROM deleted) + (SELECT count(*) FROM finished)";
 
 const PARK_CLAIM: &str = "
 INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
@@ -228,9 +248,11 @@ impl Sql {
             session: sql(SESSION),
             end_session: sql(END_SESSION),
             claim: sql(CLAIM),
+            claim_one: sql(CLAIM_ONE),
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),
             guard: sql(GUARD),
+            finish: sql(FINISH),
             park_claim: sql(PARK_CLAIM),
             park_insert: sql(PARK_INSERT),
             park_unclaim: sql(PARK_UNCLAIM),

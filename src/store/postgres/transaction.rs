@@ -143,18 +143,29 @@ impl Store for PostgresStore {
 
     async fn guard(&self, tx: &mut Tx<'_, Postgres>, claims: Claims) -> Result<Guarded, GuardError> {
         let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
-        let finished_as = match claims.outcome {
-            Outcome::Processed => "replayed",
-            Outcome::Discarded => "discarded",
+        let patience = tx.patience;
+        let guarded = async {
+            let guard = sqlx::query(self.sql.guard.clone()).bind(&keys);
+            let row = guard.fetch_one(&mut **tx).await?;
+            let xid: Option<String> = row.try_get(0)?;
+            let ours = xid.is_some() && xid == claims.mark;
+            if ours && row.try_get(1)? {
+                let finished_as = match claims.outcome {
+                    Outcome::Processed => "replayed",
+                    Outcome::Discarded => "discarded",
+                };
+                sqlx::query(self.sql.finish.clone())
+                    .bind(&keys)
+                    .bind(xid)
+                    .bind(finished_as)
+                    .execute(&mut **tx)
+                    .await?;
+            }
+            Ok(ours)
         };
-        let guard = sqlx::query(self.sql.guard.clone())
-            .bind(&keys)
-            .bind(&claims.mark)
-            .bind(finished_as);
-        let row = answer(tx.patience, guard.fetch_one(&mut **tx)).await;
-        match row.and_then(|row| row.try_get::<Option<String>, _>(0)) {
-            Ok(xid) if xid.is_some() && xid == claims.mark => Ok(Guarded(())),
-            Ok(_) => Err(GuardError::Escaped(claims)),
+        match answer(patience, guarded).await {
+            Ok(true) => Ok(Guarded(())),
+            Ok(false) => Err(GuardError::Escaped(claims)),
             Err(e) => {
                 let aborted = match code(&e).as_deref() {
                     Some("25P02") => true,
@@ -275,6 +286,20 @@ async fn insert(
     let Some(first) = requests.first() else {
         return Ok(Vec::new());
     };
+    if requests.len() == 1 {
+        let xid = sqlx::query_scalar(sql.claim_one.clone())
+            .bind(first.key.as_uuid())
+            .bind(first.consumer)
+            .bind(&first.identity.source)
+            .bind(&first.identity.id)
+            .bind(first.payload_hash.as_bytes())
+            .bind(first.own.map(|lease| lease.id))
+            .bind(first.own.map(|lease| lease.token))
+            .bind(outcome.as_str())
+            .fetch_optional(&mut **tx)
+            .await?;
+        return Ok(xid.into_iter().map(|xid| (first.question(), xid)).collect());
+    }
     let (keys, hashes, own, tokens) = columns(requests);
     let sources: Vec<&str> = requests.iter().map(|r| r.identity.source.as_str()).collect();
     let ids: Vec<&str> = requests.iter().map(|r| r.identity.id.as_str()).collect();
