@@ -12,6 +12,7 @@ use onlyonce::event::{EventKey, Identity, PayloadHash};
 use onlyonce::store::{
     Backlog, ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, GuardError, Guarded, HeldEvent,
     Inbox, Lease, Limits, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx,
+    Unread,
 };
 use onlyonce_conformance::{Conn, Result, Sqlite, StoreHarness, block_on, store};
 use sqlx::Database;
@@ -288,6 +289,14 @@ impl<S: Inbox + Operations> Operations for Faulty<S> {
             return Ok(());
         }
         self.inner.check(limits).await
+    }
+
+    async fn seen(
+        &self,
+        consumer: &str,
+        instance: sqlx::types::Uuid,
+    ) -> std::result::Result<Vec<Unread>, StoreError> {
+        self.inner.seen(consumer, instance).await
     }
 
     async fn purge(
