@@ -6,12 +6,16 @@ use sqlx::pool::PoolConnection;
 use sqlx::{Connection as _, Database};
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::Limits;
+
 /// A lane's connection, with what is needed to end its statement from outside.
 #[derive(Debug)]
 pub struct Connection<Db: Database> {
     pub(crate) conn: PoolConnection<Db>,
     /// What ends this session from outside, where there is something.
     pub(crate) session: Option<Session>,
+    /// The limits that the session has for good, so that no transaction has to name them.
+    pub(crate) limits: Option<Limits>,
 }
 
 /// One session. A server that was restarted gives the same numbers again, in a container within

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::{PgConnection, PgRow, Postgres};
-use sqlx::{AssertSqlSafe, Connection as _, Row as _};
+use sqlx::{AssertSqlSafe, Connection as _, Row as _, SqlSafeStr as _, SqlStr};
 use uuid::Uuid;
 
 use super::classify::{classify, classify_claim, code};
@@ -64,6 +64,7 @@ impl Store for PostgresStore {
         Ok(Connection {
             conn,
             session: (!self.pooler).then_some(session),
+            limits: None,
         })
     }
 
@@ -72,9 +73,22 @@ impl Store for PostgresStore {
         conn: &'c mut Connection<Postgres>,
         limits: &Limits,
     ) -> Result<Tx<'c, Postgres>, StoreError> {
-        let version = conn.conn.server_version_num();
-        let begin = AssertSqlSafe(begin_statement(limits, version));
         let patience = limits.patience();
+        if !self.pooler && conn.limits.as_ref() != Some(limits) {
+            // The connection is not for others any more: when its lane is done with it, it is closed.
+            conn.conn.close_on_drop();
+            let set = AssertSqlSafe(limits_statement("SET", limits, conn.conn.server_version_num()));
+            answer(patience, sqlx::raw_sql(set).execute(&mut *conn.conn))
+                .await
+                .map_err(|e| classify("setting a session's limits", e))?;
+            conn.limits = Some(limits.clone());
+        }
+        let mut begin = SqlStr::from_static(begin_statement(limits));
+        if self.pooler {
+            // The next transaction may run in another session.
+            let set = limits_statement("SET LOCAL", limits, conn.conn.server_version_num());
+            begin = AssertSqlSafe(format!("{}; {set}", begin_statement(limits))).into_sql_str();
+        }
         let tx = answer(patience, conn.conn.begin_with(begin))
             .await
             .map_err(|e| classify("beginning", e))?;
@@ -253,28 +267,30 @@ impl Store for PostgresStore {
     }
 }
 
-/// One round trip: the transaction and all its limits, which end with it.
-fn begin_statement(limits: &Limits, server_version: Option<u32>) -> String {
-    let level = match limits.isolation {
-        Isolation::ReadCommitted => "READ COMMITTED",
-        Isolation::RepeatableRead => "REPEATABLE READ",
-        Isolation::Serializable => "SERIALIZABLE",
-    };
+fn begin_statement(limits: &Limits) -> &'static str {
+    match limits.isolation {
+        Isolation::ReadCommitted => "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE",
+        Isolation::RepeatableRead => "BEGIN ISOLATION LEVEL REPEATABLE READ READ WRITE",
+        Isolation::Serializable => "BEGIN ISOLATION LEVEL SERIALIZABLE READ WRITE",
+    }
+}
+
+/// All limits of a transaction, for one of them or for a session's life.
+fn limits_statement(set: &str, limits: &Limits, server_version: Option<u32>) -> String {
     let ms = |limit: Duration| limit.as_millis().clamp(1, i32::MAX as u128);
-    let mut begin = format!(
-        "BEGIN ISOLATION LEVEL {level} READ WRITE; SET LOCAL lock_timeout = {}; SET LOCAL statement_timeout = {}; \
-         SET LOCAL idle_in_transaction_session_timeout = {}",
+    let mut statement = format!(
+        "{set} lock_timeout = {}; {set} statement_timeout = {}; {set} idle_in_transaction_session_timeout = {}",
         ms(limits.lock_timeout),
         ms(limits.statement_timeout),
         ms(limits.idle_timeout),
     );
     if server_version.is_some_and(|version| version >= 170_000) {
-        begin.push_str(&format!(
-            "; SET LOCAL transaction_timeout = {}",
+        statement.push_str(&format!(
+            "; {set} transaction_timeout = {}",
             ms(limits.transaction_timeout)
         ));
     }
-    begin
+    statement
 }
 
 async fn insert(

@@ -69,7 +69,11 @@ impl Store for SqliteStore {
                     .map_err(|e| classify("opening a session", e))?,
             ),
         };
-        Ok(Connection { conn, session })
+        Ok(Connection {
+            conn,
+            session,
+            limits: None,
+        })
     }
 
     async fn begin<'c>(
