@@ -369,6 +369,10 @@ impl Bench {
                     properties,
                 )
                 .await?;
+            if n % 5000 == 4999 {
+                // What is unconfirmed is kept in memory, and memory is measured here.
+                channel.wait_for_confirms().await?;
+            }
         }
         channel.wait_for_confirms().await?;
         connection.close(200, "filled".into()).await?;
