@@ -76,6 +76,24 @@ pub struct Origin {
 }
 
 impl RawEvent {
+    /// An event with this identity and this body, for [`Queue::enqueue`](crate::inbox::Queue::enqueue).
+    /// Whether the identity can be used is checked there.
+    pub fn new(source: impl Into<String>, id: impl Into<String>, body: impl Into<Bytes>) -> Self {
+        Self {
+            payload: Some(body.into()),
+            property: Some(PropertyId {
+                source: source.into(),
+                id: Bytes::from(id.into()),
+            }),
+            origin: Origin {
+                system: "onlyonce",
+                destination: "queue".to_owned(),
+                detail: String::new(),
+            },
+            ..Self::default()
+        }
+    }
+
     /// The bytes that the payload hash covers; a null payload has a hash of its own.
     pub(crate) fn payload_hash(&self) -> PayloadHash {
         PayloadHash::of(self.payload.as_deref())

@@ -39,22 +39,17 @@ pub use crate::crash::CrashPoint;
 pub use broker::{Broker, BrokerSource, Stats};
 pub use deliver::{Report, deliver};
 
-use crate::event::{Origin, PropertyId, RawEvent};
+use crate::event::{Origin, RawEvent};
 
 /// An event with this id (as the message property of a broker) and this body.
 pub fn event(id: impl Into<String>, body: impl Into<Bytes>) -> RawEvent {
     RawEvent {
-        payload: Some(body.into()),
-        property: Some(PropertyId {
-            source: "test".to_owned(),
-            id: Bytes::from(id.into()),
-        }),
         origin: Origin {
             system: "memory",
             destination: "memory".to_owned(),
             detail: String::new(),
         },
-        ..RawEvent::default()
+        ..RawEvent::new("test", id, body)
     }
 }
 
