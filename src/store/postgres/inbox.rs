@@ -190,20 +190,8 @@ impl PostgresStore {
     }
 
     async fn park_insert(&self, tx: &mut Tx<'_, Postgres>, parked: &Parked<'_>) -> Result<(), sqlx::Error> {
-        let event = parked.event;
         let (state, reason, after) = becomes(parked.becomes);
-        sqlx::query(self.sql.park_insert.clone())
-            .bind(parked.key.map(|(key, _)| key.as_uuid()))
-            .bind(parked.consumer)
-            .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
-            .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
-            .bind(event.event_type.as_deref())
-            .bind(event.key.as_deref())
-            .bind(event.payload.as_deref())
-            .bind(event.payload_hash().as_bytes())
-            .bind(event.headers.encode())
-            .bind(event.time_ms)
-            .bind(parked.origin_text())
+        about(parked, sqlx::query(self.sql.park_insert.clone()))
             .bind(state)
             .bind(reason)
             .bind(after)
@@ -215,22 +203,26 @@ impl PostgresStore {
     }
 
     fn enqueue_statement(&self, parked: &Parked<'_>) -> Statement {
-        let event = parked.event;
         let (_, _, after) = becomes(parked.becomes);
-        sqlx::query(self.sql.enqueue.clone())
-            .bind(parked.key.map(|(key, _)| key.as_uuid()))
-            .bind(parked.consumer)
-            .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
-            .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
-            .bind(event.event_type.as_deref())
-            .bind(event.key.as_deref())
-            .bind(event.payload.as_deref())
-            .bind(event.payload_hash().as_bytes())
-            .bind(event.headers.encode())
-            .bind(event.time_ms)
-            .bind(parked.origin_text())
-            .bind(after)
+        about(parked, sqlx::query(self.sql.enqueue.clone())).bind(after)
     }
+}
+
+/// Binds what a row says of its event: the first eleven values of every insert into `inbox`.
+fn about(parked: &Parked<'_>, insert: Statement) -> Statement {
+    let event = parked.event;
+    insert
+        .bind(parked.key.map(|(key, _)| key.as_uuid()))
+        .bind(parked.consumer)
+        .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
+        .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
+        .bind(event.event_type.as_deref())
+        .bind(event.key.as_deref())
+        .bind(event.payload.as_deref())
+        .bind(event.payload_hash().as_bytes())
+        .bind(event.headers.encode())
+        .bind(event.time_ms)
+        .bind(parked.origin_text())
 }
 
 /// State, reason, and the delay in milliseconds.
