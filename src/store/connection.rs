@@ -15,6 +15,10 @@ pub struct Connection<Db: Database> {
     /// What ends this session from outside, where there is something.
     pub(crate) session: Option<Session>,
     /// The limits that the session has for good, so that no transaction has to name them.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        allow(dead_code, reason = "SQLite has no session settings")
+    )]
     pub(crate) limits: Option<Limits>,
 }
 

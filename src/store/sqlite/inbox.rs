@@ -3,7 +3,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use serde_json::Value;
-use sqlx::sqlite::{Sqlite, SqliteConnection, SqliteRow};
+use sqlx::query::Query;
+use sqlx::sqlite::{Sqlite, SqliteArguments, SqliteConnection, SqliteRow};
 use sqlx::{Row as _, SqliteExecutor};
 use uuid::Uuid;
 
@@ -256,20 +257,8 @@ async fn find(tx: &mut Tx<'_, Sqlite>, parked: &Parked<'_>) -> Result<Option<Hel
 }
 
 async fn park_insert(tx: &mut Tx<'_, Sqlite>, parked: &Parked<'_>) -> Result<(), sqlx::Error> {
-    let event = parked.event;
     let (state, reason, after) = becomes(parked.becomes);
-    sqlx::query(sql::PARK_INSERT)
-        .bind(parked.key.map(|(key, _)| key.as_uuid()))
-        .bind(parked.consumer)
-        .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
-        .bind(parked.key.map(|(_, identity)| identity.id.as_str()))
-        .bind(event.event_type.as_deref())
-        .bind(event.key.as_deref())
-        .bind(event.payload.as_deref())
-        .bind(event.payload_hash().as_bytes())
-        .bind(event.headers.encode())
-        .bind(event.time_ms)
-        .bind(parked.origin_text())
+    about(parked, sqlx::query(sql::PARK_INSERT))
         .bind(state)
         .bind(reason)
         .bind(after)
@@ -318,9 +307,22 @@ async fn enqueue_with<'e>(
     executor: impl SqliteExecutor<'e>,
     parked: &Parked<'_>,
 ) -> Result<bool, StoreError> {
-    let event = parked.event;
     let (_, _, after) = becomes(parked.becomes);
-    let done = sqlx::query(sql::ENQUEUE)
+    let done = about(parked, sqlx::query(sql::ENQUEUE))
+        .bind(after)
+        .execute(executor)
+        .await
+        .map_err(|e| classify("enqueuing an event", e))?;
+    Ok(done.rows_affected() == 1)
+}
+
+/// One statement with its arguments.
+type Statement = Query<'static, Sqlite, SqliteArguments>;
+
+/// Binds what a row says of its event: the first eleven values of every insert into `inbox`.
+fn about(parked: &Parked<'_>, insert: Statement) -> Statement {
+    let event = parked.event;
+    insert
         .bind(parked.key.map(|(key, _)| key.as_uuid()))
         .bind(parked.consumer)
         .bind(parked.key.map(|(_, identity)| identity.source.as_str()))
@@ -332,11 +334,6 @@ async fn enqueue_with<'e>(
         .bind(event.headers.encode())
         .bind(event.time_ms)
         .bind(parked.origin_text())
-        .bind(after)
-        .execute(executor)
-        .await
-        .map_err(|e| classify("enqueuing an event", e))?;
-    Ok(done.rows_affected() == 1)
 }
 
 /// State, reason, and the delay in microseconds.
