@@ -68,12 +68,16 @@ pub mod guide {
     #[doc = include_str!("../docs/identity.md")]
     pub mod identity {}
 
+    /// What a handler may do.
+    ///
     #[cfg_attr(feature = "postgres", doc = include_str!("../docs/handlers.md"))]
     pub mod handlers {}
 
     #[doc = include_str!("../docs/failures.md")]
     pub mod failures {}
 
+    /// Running it.
+    ///
     #[cfg_attr(feature = "postgres", doc = include_str!("../docs/operations.md"))]
     pub mod operations {}
 }

@@ -28,6 +28,10 @@ pub struct Connection<Db: Database> {
 pub(crate) struct Session {
     pub(crate) number: i32,
     /// When it began, in microseconds by the server's clock.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        allow(dead_code, reason = "a file has no sessions of others")
+    )]
     pub(crate) began: i64,
 }
 

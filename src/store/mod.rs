@@ -23,8 +23,10 @@ use uuid::Uuid;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
 pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(crate) use connection::Session;
+pub(crate) use connection::answer;
 pub use connection::{Connection, Tx};
-pub(crate) use connection::{Session, answer};
 pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
 #[cfg(feature = "postgres")]
