@@ -62,11 +62,10 @@ impl Handler<Sqlite> for Ledger {
 }
 
 /// Where a life of the process may end.
-const STEPS: [CrashPoint; 7] = [
+const STEPS: [CrashPoint; 6] = [
     CrashPoint::Received,
     CrashPoint::Claimed,
     CrashPoint::Handled,
-    CrashPoint::Guarded,
     CrashPoint::Committed,
     CrashPoint::Settling,
     CrashPoint::RolledBack,

@@ -12,8 +12,6 @@ pub enum CrashPoint {
     Claimed,
     /// The handler has returned; nothing is committed.
     Handled,
-    /// The guard has passed; nothing is committed.
-    Guarded,
     /// The commit is durable; nothing is acked.
     Committed,
     /// The settlements are on their way to the source, which has not seen them.
@@ -26,11 +24,10 @@ pub enum CrashPoint {
 
 impl CrashPoint {
     /// All of them, in the order of the story.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::Received,
         Self::Claimed,
         Self::Handled,
-        Self::Guarded,
         Self::Committed,
         Self::Settling,
         Self::RolledBack,
@@ -43,7 +40,6 @@ impl CrashPoint {
             Self::Received => "received",
             Self::Claimed => "claimed",
             Self::Handled => "handled",
-            Self::Guarded => "guarded",
             Self::Committed => "committed",
             Self::Settling => "settling",
             Self::RolledBack => "rolled_back",

@@ -45,8 +45,8 @@
 //! # fn main() {}
 //! ```
 //!
-//! A store is held to the suite by a [`StoreHarness`] and [`store_suite!`]. The proofs that a store
-//! hands out (`Claims`, `Guarded`) can only be made by the stores of the `onlyonce` crate itself. That
+//! A store is held to the suite by a [`StoreHarness`] and [`store_suite!`]. The proof that a store
+//! hands out (`Claims`) can only be made by the stores of the `onlyonce` crate itself. That
 //! is intended: a store elsewhere wraps one of those, and is tested here like them.
 //!
 //! A promise may be called directly, which is how the suite proves of itself that it rejects sources

@@ -103,7 +103,7 @@ macro_rules! store_suite {
             commit_is_durable
             guard_lets_nothing_half_done_pass
             commits_by_the_handler_are_found
-            leaked_savepoints_are_noticed
+            leaked_savepoints_commit_whole_or_not
             deferred_constraints_are_refused
             copies_wait_for_each_other
             busy_is_bounded

@@ -1,5 +1,5 @@
 //! The suite rejects stores that are broken on purpose, each by the promise that names its fault. They
-//! wrap the real ones: proofs such as `Guarded` can be had from nobody else.
+//! wrap the real ones: proofs such as `Claims` can be had from nobody else.
 
 mod support;
 
@@ -8,11 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use onlyonce::async_trait;
-use onlyonce::event::{EventKey, Identity, PayloadHash};
+use onlyonce::event::EventKey;
 use onlyonce::store::{
-    Backlog, ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, GuardError, Guarded, HeldEvent,
-    Inbox, Lease, Limits, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx,
-    Unread,
+    Backlog, ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, HeldEvent, Inbox, Lease, Limits,
+    Next, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx, Unread,
 };
 use onlyonce_conformance::{Conn, Result, Sqlite, StoreHarness, block_on, store};
 use sqlx::Database;
@@ -45,39 +44,12 @@ struct Faulty<S> {
     inner: S,
     fault: Fault,
     claimed: Arc<Mutex<HashSet<EventKey>>>,
-    /// A proof from another transaction.
-    stolen: Arc<Mutex<Option<Guarded>>>,
     newest: Arc<Mutex<Option<Lease>>>,
 }
 
 impl<S: Inbox> Faulty<S> {
     fn is(&self, fault: Fault) -> bool {
         self.fault == fault
-    }
-
-    /// Lets the guard pass a transaction in which nothing is wrong, and keeps the proof.
-    async fn steal_proof(&self, conn: &mut Connection<S::Db>) {
-        let identity = Identity::strong("stolen", "proof").expect("a valid identity");
-        let request = ClaimRequest {
-            key: EventKey::of_event("thief", "stolen", "proof"),
-            consumer: "thief",
-            identity: &identity,
-            payload_hash: PayloadHash::of(None),
-            own: None,
-        };
-        let mut tx = self.inner.begin(conn, &Limits::default()).await.expect("begin");
-        let (_, claims) = self
-            .inner
-            .claim(&mut tx, &[request], Outcome::Processed)
-            .await
-            .expect("claim");
-        let proof = self.inner.guard(&mut tx, claims).await.expect("guard");
-        tx.rollback().await.expect("rollback");
-        *self.stolen.lock().expect("unpoisoned") = Some(proof);
-    }
-
-    fn stolen(&self) -> Option<Guarded> {
-        self.stolen.lock().expect("unpoisoned").take()
     }
 
     /// A lease with the newest token of all.
@@ -108,11 +80,7 @@ impl<S: Inbox> Store for Faulty<S> {
     }
 
     async fn open(&self) -> std::result::Result<Connection<Self::Db>, StoreError> {
-        let mut conn = self.inner.open().await?;
-        if self.is(Fault::PassesWhatTheGuardRefuses) {
-            self.steal_proof(&mut conn).await;
-        }
-        Ok(conn)
+        self.inner.open().await
     }
 
     async fn begin<'c>(
@@ -153,27 +121,28 @@ impl<S: Inbox> Store for Faulty<S> {
         Ok((answers, claims))
     }
 
-    async fn guard(
+    async fn commit(
         &self,
-        tx: &mut Tx<'_, Self::Db>,
+        tx: Tx<'_, Self::Db>,
         claims: Claims,
-    ) -> std::result::Result<Guarded, GuardError> {
-        match self.inner.guard(tx, claims).await {
-            Err(refused) => self.stolen().ok_or(refused),
-            passed => passed,
+        next: Next,
+    ) -> std::result::Result<(), CommitError> {
+        if self.is(Fault::SaysCommittedAndRollsBack) {
+            return Ok(());
+        }
+        match self.inner.commit(tx, claims, next).await {
+            Err(CommitError::Aborted(_) | CommitError::Escaped(_))
+                if self.is(Fault::PassesWhatTheGuardRefuses) =>
+            {
+                Ok(())
+            }
+            Err(_) if self.is(Fault::CommitsWhatFailed) => Ok(()),
+            committed => committed,
         }
     }
 
-    async fn commit(&self, tx: Tx<'_, Self::Db>, guarded: Guarded) -> std::result::Result<(), CommitError> {
-        if self.is(Fault::SaysCommittedAndRollsBack) {
-            let _ = tx.rollback().await;
-            return Ok(());
-        }
-        let committed = self.inner.commit(tx, guarded).await;
-        if self.is(Fault::CommitsWhatFailed) {
-            return Ok(());
-        }
-        committed
+    async fn rollback(&self, conn: &mut Connection<Self::Db>) -> std::result::Result<(), StoreError> {
+        self.inner.rollback(conn).await
     }
 
     async fn is_committed(&self, claims: &Claims) -> bool {
@@ -333,7 +302,6 @@ impl<D: StoreHarness> StoreHarness for Broken<D> {
             inner: self.database.store().await?,
             fault: self.fault,
             claimed: Arc::default(),
-            stolen: Arc::default(),
             newest: Arc::default(),
         })
     }
@@ -393,7 +361,7 @@ rejected! {
     one_that_keeps_claims_of_rollbacks: KeepsClaimsOfRollbacks on Sqlite => rollback_leaves_no_claim, "the event was not new";
     one_that_keeps_claims_of_failed_commits: KeepsClaimsOfRollbacks on Sqlite => deferred_constraints_are_refused, "New was due";
     one_whose_guard_passes_what_escaped: PassesWhatTheGuardRefuses on Sqlite => guard_lets_nothing_half_done_pass, "(claims, effects)";
-    one_whose_guard_passes_what_is_aborted: PassesWhatTheGuardRefuses on Postgres => guard_lets_nothing_half_done_pass, "passed guard and commit, and (claims, effects) are (0, 0)";
+    one_whose_guard_passes_what_is_aborted: PassesWhatTheGuardRefuses on Postgres => guard_lets_nothing_half_done_pass, "was committed, and (claims, effects) are (0, 0)";
     one_that_takes_neighbours_for_duplicates: TakesNeighboursForDuplicates on Sqlite => batches_are_answered_in_order, "the batch was answered";
     one_that_forgets_payloads: ForgetsPayloads on Sqlite => claims_tell_what_they_found, "another payload";
     one_that_says_committed_and_rolls_back: SaysCommittedAndRollsBack on Sqlite => commit_is_durable, "after the commit others see (claims, effects) (0, 0)";

@@ -9,15 +9,18 @@ CREATE TABLE onlyonce.schema_version (
 );
 INSERT INTO onlyonce.schema_version (min_supported, max_supported) VALUES (1, 1);
 
--- One row per event whose work is committed. Insert-only but for purge and parking.
+-- One row per event whose work is committed. Insert-only but for purge and parking. Without CHECK
+-- constraints, of which the server parses the text again on every insert: only claims write here.
 CREATE TABLE onlyonce.processed_events (
     event_key    uuid PRIMARY KEY,
-    kind         text COLLATE "C" NOT NULL CHECK (kind IN ('event', 'once')),
+    -- event, once
+    kind         text COLLATE "C" NOT NULL,
     consumer     text COLLATE "C" NOT NULL,
     source       text COLLATE "C" NOT NULL,
     event_id     text COLLATE "C" NOT NULL,
     payload_hash bytea NOT NULL,
-    outcome      text COLLATE "C" NOT NULL CHECK (outcome IN ('processed', 'discarded')),
+    -- processed, discarded
+    outcome      text COLLATE "C" NOT NULL,
     processed_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX processed_events_purge ON onlyonce.processed_events (consumer, processed_at) WHERE kind = 'event';

@@ -159,7 +159,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
     }
 
     /// How many deliveries are in hand at most, running ones included; the broker's prefetch.
-    /// Default: twice what the lanes can take at once.
+    /// Default: for each lane its batch and as many again, at least three.
     pub fn window(mut self, deliveries: usize) -> Self {
         self.window = Some(deliveries);
         self
@@ -288,9 +288,11 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         }
         problems.range("batch", self.batch, 1, 10_000);
         let window = self.window.unwrap_or_else(|| {
+            // One batch for each lane, and what it takes next: finished ones that are not acked yet,
+            // and those on their way from the broker, must not leave it without work.
+            let waiting = self.batch.max(3);
             lanes
-                .saturating_mul(self.batch)
-                .saturating_mul(2)
+                .saturating_mul(self.batch.saturating_add(waiting))
                 .clamp(1, 65_535)
         });
         problems.range("window", window, 1, 65_535);

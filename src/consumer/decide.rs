@@ -7,7 +7,7 @@ use crate::delay::spread;
 use crate::event::EventKey;
 use crate::handler::{FailureKind, Fault};
 use crate::reason::Reason;
-use crate::store::{CommitError, GuardError, StoreError, StoreErrorKind};
+use crate::store::{CommitError, StoreError, StoreErrorKind};
 
 /// How one run of an event ended without its commit.
 #[derive(Debug)]
@@ -26,8 +26,6 @@ pub(crate) enum Failure {
     Aborted(String),
     /// A constraint refused the handler's work at COMMIT.
     Refused(String),
-    /// The handler left a savepoint open, so COMMIT was never sent.
-    Leaked,
     /// The handler ended our transaction by itself; part of its work may stand. These were claimed in it.
     Escaped(Vec<EventKey>),
     /// A statement of ours lost against another transaction.
@@ -101,7 +99,6 @@ pub(crate) fn is_attempt(failure: &Failure, counts: &Counts, policy: &RetryPolic
         | Failure::Timeout(_)
         | Failure::Aborted(_)
         | Failure::Refused(_)
-        | Failure::Leaked
         | Failure::Escaped(_) => true,
         Failure::Contention(_)
         | Failure::Busy(_)
@@ -187,8 +184,7 @@ pub(crate) fn decide(
         | Failure::Panic(_)
         | Failure::Timeout(_)
         | Failure::Aborted(_)
-        | Failure::Refused(_)
-        | Failure::Leaked => retry(counts, policy, ordering),
+        | Failure::Refused(_) => retry(counts, policy, ordering),
     }
 }
 
@@ -224,7 +220,6 @@ impl Failure {
             Self::Timeout(_)
                 | Self::Stopped
                 | Self::Escaped(_)
-                | Self::Leaked
                 | Self::Unavailable(_)
                 | Self::UnknownCommit(_)
                 | Self::Handler {
@@ -266,7 +261,6 @@ impl Failure {
             Self::Timeout(_) => "timeout",
             Self::Aborted(_) => "transaction_aborted",
             Self::Refused(_) => "commit_refused",
-            Self::Leaked => "savepoint_leaked",
             Self::Escaped(_) => "transaction_escaped",
             Self::Busy(_) => "busy",
             Self::Unavailable(_) => "unavailable",
@@ -287,7 +281,6 @@ impl Failure {
             | Self::Busy(text)
             | Self::Unavailable(text)
             | Self::UnknownCommit(text) => text,
-            Self::Leaked => "the handler left a savepoint open, so its transaction could not be committed",
             Self::Escaped(_) => {
                 "the handler ended the framework's transaction itself (COMMIT or ROLLBACK through cx.tx()); part of its \
                  work may stand"
@@ -311,21 +304,14 @@ impl From<StoreError> for Failure {
     }
 }
 
-impl From<GuardError> for Failure {
-    fn from(error: GuardError) -> Self {
-        match error {
-            GuardError::Aborted(e) => Self::Aborted(format!(
-                "a failed statement was swallowed and the transaction is aborted: {e}"
-            )),
-            GuardError::Escaped(claims) => Self::Escaped(claims.keys),
-            GuardError::Store(e) => e.into(),
-        }
-    }
-}
-
 impl From<CommitError> for Failure {
     fn from(error: CommitError) -> Self {
         match error {
+            CommitError::Aborted(e) => Self::Aborted(format!(
+                "a failed statement was swallowed and the transaction is aborted: {e}"
+            )),
+            CommitError::Escaped(claims) => Self::Escaped(claims.keys),
+            CommitError::Store(e) => e.into(),
             CommitError::Refused(e) => Self::Refused(e.to_string()),
             CommitError::Contention(e) => Self::Contention(e.to_string()),
             CommitError::Unknown(e) => Self::UnknownCommit(e.to_string()),
@@ -383,7 +369,6 @@ mod tests {
             (Failure::Timeout(text()), 4, Unordered, "hold"),
             (Failure::Aborted(text()), 1, Unordered, "again"),
             (Failure::Refused(text()), 8, Unordered, "retries_exhausted"),
-            (Failure::Leaked, 1, PerKey, "again"),
             (Failure::Escaped(Vec::new()), 1, Unordered, "transaction_escaped"),
             (
                 handler(FailureKind::Permanent, Fault::Own),

@@ -2,7 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -13,11 +13,12 @@ use tokio_util::sync::CancellationToken;
 use super::decide::Failure;
 use super::gate::Gate;
 use super::policy::{OnMismatch, Ordering, RetryPolicy};
+use super::window::{Window, locked};
 use crate::crash::CrashPoint;
 use crate::event::{EventKey, Identity, IdentityRules, PayloadHash};
 use crate::handler::Run;
 use crate::source::{Delivery, Settlement};
-use crate::store::{ClaimRequest, Connection, GRACE, Inbox, Limits, Store, Tx, answer};
+use crate::store::{ClaimRequest, Connection, Inbox, Limits, Next, Store, Tx};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Runs at the start of each transaction, right after `BEGIN`.
@@ -54,6 +55,11 @@ pub(crate) struct Shared<S: Store> {
 }
 
 impl<S: Store> Shared<S> {
+    /// Whether a lane may start something new.
+    pub(crate) fn takes_work(&self) -> bool {
+        self.gate.is_open() && !self.stopping.is_cancelled()
+    }
+
     /// How long the handler may take for this many events.
     pub(crate) fn time_limit(&self, events: usize) -> Duration {
         if self.handles_batches {
@@ -93,22 +99,50 @@ impl<S: Store> Shared<S> {
 pub(crate) struct Lane<S: Store> {
     pub(crate) shared: Arc<Shared<S>>,
     pub(crate) conn: Option<Connection<S::Db>>,
+    pub(crate) seat: Seat,
+}
+
+/// A lane's place at the window, where its work waits.
+pub(crate) struct Seat {
+    pub(crate) index: usize,
+    pub(crate) window: Arc<Mutex<Window>>,
+}
+
+impl Seat {
+    /// Whether there will be more work after this: nearly always right, never relied upon.
+    pub(crate) fn next<S: Store>(&self, shared: &Shared<S>) -> Next {
+        if shared.takes_work() && locked(&self.window).has_more(self.index) {
+            Next::Begin
+        } else {
+            Next::Rest
+        }
+    }
 }
 
 impl<S: Inbox> Lane<S> {
-    pub(crate) fn new(shared: Arc<Shared<S>>) -> Self {
-        Self { shared, conn: None }
+    pub(crate) fn new(shared: Arc<Shared<S>>, seat: Seat) -> Self {
+        Self {
+            shared,
+            conn: None,
+            seat,
+        }
     }
 
-    /// Ends a failed transaction for good. The dropped transaction has queued its ROLLBACK; the ping
-    /// sends it and waits for the answer. A connection in doubt is closed instead.
+    /// Is done with some work, and takes the next if there is any.
+    pub(crate) fn finish(&self, settlements: &mut Vec<Settlement>) -> Option<Vec<Delivery>> {
+        let takes_more = self.shared.takes_work();
+        locked(&self.seat.window).finish(self.seat.index, settlements, takes_more)
+    }
+
+    /// Has nothing to do: no transaction stays open for it.
+    pub(crate) async fn rest(&mut self) {
+        self.recycle(false).await;
+    }
+
+    /// Ends a failed transaction for good. A connection in doubt is closed instead.
     pub(crate) async fn recycle(&mut self, spoiled: bool) {
         let Some(mut conn) = self.conn.take() else { return };
-        let usable = !spoiled
-            && answer(GRACE, sqlx::Connection::ping(&mut *conn.conn))
-                .await
-                .is_ok();
-        if usable && conn.is_clean() {
+        if !spoiled && self.shared.store.rollback(&mut conn).await.is_ok() {
             self.conn = Some(conn);
         } else {
             self.shared.store.abandon(conn).await;

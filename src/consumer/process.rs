@@ -18,7 +18,7 @@ use crate::event::EventKey;
 use crate::handler::{Item, Progress};
 use crate::reason::Reason;
 use crate::source::{Delivery, Settlement};
-use crate::store::{ClaimAnswer, Inbox, Outcome, Tx};
+use crate::store::{ClaimAnswer, CommitError, Inbox, Outcome, Tx};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Takes deliveries through to their settlements: all in one transaction if that succeeds, one by
@@ -98,7 +98,7 @@ async fn transaction<S: Inbox>(
     outcome: Outcome,
 ) -> Result<Vec<ClaimAnswer>, Failure> {
     let started = Instant::now();
-    let Lane { shared, conn, .. } = lane;
+    let Lane { shared, conn, seat } = lane;
     let store = &shared.store;
     let conn = match conn {
         Some(conn) => conn,
@@ -112,9 +112,7 @@ async fn transaction<S: Inbox>(
     let (answers, claims) = store.claim(&mut tx, &requests, outcome).await?;
     shared.reached(CrashPoint::Claimed).await;
     if claims.is_empty() {
-        tx.rollback()
-            .await
-            .map_err(|e| Failure::Unavailable(e.to_string()))?;
+        store.rollback(conn).await?;
         return Ok(answers);
     }
 
@@ -132,18 +130,15 @@ async fn transaction<S: Inbox>(
     let handled_for = handling.elapsed();
     shared.reached(CrashPoint::Handled).await;
 
-    // Record: proves that this is still our transaction and finishes the held rows of its events.
-    let guarded = match store.guard(&mut tx, claims).await {
-        Ok(guarded) => guarded,
+    // Commit, which proves first that this is still our transaction and finishes the held rows of its
+    // events. A crash in it leaves all or nothing, and running the event again finds out which.
+    match store.commit(tx, claims, seat.next(shared)).await {
+        Ok(()) => {}
         // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
-        Err(_) if handled_for >= shared.limits.idle_timeout => return Err(Failure::blocked(handled_for)),
+        Err(CommitError::Store(_) | CommitError::Unknown(_)) if handled_for >= shared.limits.idle_timeout => {
+            return Err(Failure::blocked(handled_for));
+        }
         Err(e) => return Err(e.into()),
-    };
-    shared.reached(CrashPoint::Guarded).await;
-
-    store.commit(tx, guarded).await?;
-    if !conn.is_clean() {
-        return Err(Failure::Leaked);
     }
     // Durable from here: a crash loses the acks and nothing else; the redelivery is a duplicate.
     shared.reached(CrashPoint::Committed).await;

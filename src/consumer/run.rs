@@ -1,7 +1,7 @@
 //! How many at a time: lanes, back-pressure, pause and stop. What happens to one delivery is in
 //! `process.rs`.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -10,9 +10,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
 use super::error::RunError;
 use super::health::LoopHealth;
-use super::lane::{Lane, Shared};
+use super::lane::{Lane, Seat, Shared};
+use super::policy::Ordering;
 use super::process::process;
-use super::window::Window;
+use super::window::{Window, locked};
 use crate::delay::spread;
 use crate::source::{Delivery, Incoming, Plan, Settlement, Source, SourceError};
 use crate::store::Inbox;
@@ -25,6 +26,15 @@ pub(crate) struct Shape {
     pub(crate) plan: Plan,
     /// Stop when nothing has arrived for this long and nothing is in hand.
     pub(crate) stop_when_idle: Option<Duration>,
+}
+
+impl Shape {
+    fn window(&self, ordering: Ordering) -> Window {
+        let Plan {
+            window, window_bytes, ..
+        } = self.plan;
+        Window::new(ordering, self.lanes, self.batch, window, window_bytes)
+    }
 }
 
 /// How often the loop looks at what has no signal of its own, and says that it is alive.
@@ -51,8 +61,9 @@ pub(crate) async fn run<S: Inbox>(
     if !start(&shared, source.as_mut(), &shape.plan, &health).await? {
         return Ok(());
     }
-    let mut lanes = Lanes::spawn(&shared, shape.lanes);
-    let mut intake = Intake::new(&shared, source, &shape, &health);
+    let window = Arc::new(Mutex::new(shape.window(shared.ordering)));
+    let mut lanes = Lanes::spawn(&shared, &window, shape.lanes);
+    let mut intake = Intake::new(&shared, source, window, shape.stop_when_idle, &health);
     let mut gate = shared.gate.watch();
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -63,7 +74,7 @@ pub(crate) async fn run<S: Inbox>(
         tokio::select! {
             biased;
             // Settle before anything new is taken.
-            Some(done) = lanes.done.recv() => intake.settle_all(done, &mut lanes).await,
+            Some(settlements) = lanes.done.recv() => intake.settle_all(settlements, &mut lanes).await,
             Some(ended) = lanes.tasks.join_next() => {
                 intake.stop().await;
                 return Err(RunError::lane_died(&shared.name, ended.err()));
@@ -84,7 +95,8 @@ struct Intake<'a, S: Inbox> {
     shared: &'a Shared<S>,
     health: &'a LoopHealth,
     source: Box<dyn Source>,
-    window: Window,
+    /// Shared with the lanes, for a moment at a time.
+    window: Arc<Mutex<Window>>,
     breaks: Breaks,
     /// Everything was given back because a pause went on for too long.
     given_back: bool,
@@ -98,19 +110,18 @@ struct Intake<'a, S: Inbox> {
 }
 
 impl<'a, S: Inbox> Intake<'a, S> {
-    fn new(shared: &'a Shared<S>, source: Box<dyn Source>, shape: &Shape, health: &'a LoopHealth) -> Self {
-        let plan = &shape.plan;
+    fn new(
+        shared: &'a Shared<S>,
+        source: Box<dyn Source>,
+        window: Arc<Mutex<Window>>,
+        stop_when_idle: Option<Duration>,
+        health: &'a LoopHealth,
+    ) -> Self {
         Self {
             shared,
             health,
             source,
-            window: Window::new(
-                shared.ordering,
-                shape.lanes,
-                shape.batch,
-                plan.window,
-                plan.window_bytes,
-            ),
+            window,
             breaks: Breaks {
                 in_a_row: 0,
                 until: Instant::now(),
@@ -120,15 +131,21 @@ impl<'a, S: Inbox> Intake<'a, S> {
             closed: false,
             drained: None,
             last_arrival: Instant::now(),
-            stop_when_idle: shape.stop_when_idle,
+            stop_when_idle,
         }
     }
 
+    fn window(&self) -> MutexGuard<'_, Window> {
+        locked(&self.window)
+    }
+
+    /// Gives work to idle lanes. A lane that ends its work takes the next by itself.
     fn hand_out(&mut self, lanes: &Lanes) {
-        while self.shared.gate.is_open()
-            && let Some((lane, work)) = self.window.assign()
-        {
-            lanes.give(lane, work);
+        if self.shared.takes_work() {
+            let mut window = self.window();
+            while let Some((lane, work)) = window.assign() {
+                lanes.give(lane, work);
+            }
         }
     }
 
@@ -137,7 +154,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
         if self.stopping || !self.shared.gate.is_open() {
             0
         } else {
-            self.window.room()
+            self.window().room()
         }
     }
 
@@ -147,7 +164,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
 
     /// Whether a stop is complete, or has waited long enough for the source.
     fn is_over(&mut self) -> bool {
-        if !self.stopping || !self.window.is_empty() {
+        if !self.stopping || !self.window().is_empty() {
             return false;
         }
         let waited = self.drained.get_or_insert_with(Instant::now).elapsed();
@@ -160,16 +177,11 @@ impl<'a, S: Inbox> Intake<'a, S> {
         self.closed || waited >= FLUSH
     }
 
-    async fn settle_all(&mut self, first: Done, lanes: &mut Lanes) {
+    async fn settle_all(&mut self, mut settlements: Vec<Settlement>, lanes: &mut Lanes) {
         self.last_arrival = Instant::now();
-        let (lane, mut settlements) = first;
-        self.window.finish(lane, &mut settlements);
-        while let Ok((lane, mut more)) = lanes.done.try_recv() {
-            self.window.finish(lane, &mut more);
+        while let Ok(more) = lanes.done.try_recv() {
             settlements.extend(more);
         }
-        // The lanes go on while the source is told.
-        self.hand_out(lanes);
         self.settle(settlements).await;
     }
 
@@ -180,10 +192,10 @@ impl<'a, S: Inbox> Intake<'a, S> {
                 self.given_back = false;
                 self.breaks.over(&self.shared.name);
                 telemetry::received(&self.shared.name, self.shared.system, deliveries.len());
-                self.window.admit(deliveries);
+                self.window().admit(deliveries);
             }
             Ok(Incoming::Lost(receipts)) => {
-                let followers = self.window.lose(&receipts);
+                let followers = self.window().lose(&receipts);
                 self.settle(followers).await;
             }
             Ok(Incoming::Closed) => {
@@ -195,7 +207,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
                     consumer = self.shared.name, %error,
                     "the source broke while it stopped; what was not acked comes again"
                 );
-                self.window.lose_all();
+                self.window().lose_all();
                 self.closed = true;
             }
             Err(error) => self.broke(&error),
@@ -212,7 +224,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
 
     /// Every receipt is void: what was not started must not start, it comes again.
     fn broke(&mut self, error: &SourceError) {
-        self.window.lose_all();
+        self.window().lose_all();
         self.health.broken(error);
         telemetry::source_broke(&self.shared.name, self.shared.system);
         self.breaks.note(error, &self.shared.name);
@@ -223,7 +235,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
         if let Err(error) = self.source.stop().await {
             tracing::debug!(consumer = self.shared.name, %error, "the source broke while it was stopped");
         }
-        let unstarted = self.window.release_waiting();
+        let unstarted = self.window().release_waiting();
         self.settle(unstarted).await;
     }
 
@@ -232,7 +244,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
         self.health.source(self.source.health());
         if self.shared.gate.overdue() && !self.given_back {
             self.given_back = true;
-            let waiting = self.window.release_waiting();
+            let waiting = self.window().release_waiting();
             tracing::warn!(
                 consumer = self.shared.name,
                 given_back = waiting.len(),
@@ -244,7 +256,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
             }
         }
         if let Some(limit) = self.stop_when_idle
-            && self.window.is_empty()
+            && self.window().is_empty()
             && self.shared.gate.is_open()
             && self.last_arrival.elapsed() >= limit
         {
@@ -319,30 +331,37 @@ impl Breaks {
     }
 }
 
-/// A lane's number and what became of the work it had.
-type Done = (usize, Vec<Settlement>);
-
 /// The lanes' tasks and the two channels by which they are spoken to.
 struct Lanes {
     work: Vec<mpsc::Sender<Vec<Delivery>>>,
-    done: mpsc::UnboundedReceiver<Done>,
+    done: mpsc::UnboundedReceiver<Vec<Settlement>>,
     tasks: JoinSet<()>,
 }
 
 impl Lanes {
-    fn spawn<S: Inbox>(shared: &Arc<Shared<S>>, count: usize) -> Self {
+    fn spawn<S: Inbox>(shared: &Arc<Shared<S>>, window: &Arc<Mutex<Window>>, count: usize) -> Self {
         let (report, done) = mpsc::unbounded_channel();
         let mut tasks = JoinSet::new();
         let work = (0..count)
             .map(|index| {
                 let (give, mut take) = mpsc::channel(1);
-                let (report, mut lane) = (report.clone(), Lane::new(shared.clone()));
+                let report = report.clone();
+                let window = window.clone();
+                let mut lane = Lane::new(shared.clone(), Seat { index, window });
                 tasks.spawn(async move {
-                    while let Some(deliveries) = take.recv().await {
-                        let settlements = process(&mut lane, deliveries).await;
-                        if report.send((index, settlements)).is_err() {
-                            return;
+                    while let Some(mut deliveries) = take.recv().await {
+                        loop {
+                            let mut settlements = process(&mut lane, deliveries).await;
+                            let next = lane.finish(&mut settlements);
+                            if report.send(settlements).is_err() {
+                                return;
+                            }
+                            match next {
+                                Some(work) => deliveries = work,
+                                None => break,
+                            }
                         }
+                        lane.rest().await;
                     }
                 });
                 give

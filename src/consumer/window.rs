@@ -3,6 +3,7 @@
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{Hash, Hasher};
+use std::sync::{Mutex, MutexGuard};
 
 use bytes::Bytes;
 
@@ -29,6 +30,11 @@ pub(crate) struct Window {
 
 /// How large deliveries are taken to be before there were any: what most brokers allow by default.
 const LARGE: usize = 1 << 20;
+
+/// Nothing that can fail is done under this lock, and nothing is waited for.
+pub(crate) fn locked(window: &Mutex<Window>) -> MutexGuard<'_, Window> {
+    window.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
 
 struct InHand {
     bytes: usize,
@@ -96,18 +102,40 @@ impl Window {
                 (0..self.idle.len()).find(|&lane| self.idle[lane] && !self.queues[lane].is_empty())
             }
         }?;
+        self.take(lane).map(|work| (lane, work))
+    }
+
+    /// The next piece of work for this lane, which is busy from then on if there is one.
+    fn take(&mut self, lane: usize) -> Option<Vec<Delivery>> {
         let queue = match self.ordering {
             Ordering::Unordered => &mut self.queues[0],
             Ordering::PerKey => &mut self.queues[lane],
         };
+        if queue.is_empty() {
+            return None;
+        }
         let take = queue.len().min(self.batch);
         self.idle[lane] = false;
-        Some((lane, queue.drain(..take).collect()))
+        Some(queue.drain(..take).collect())
     }
 
-    /// A lane is done with what it had. Per key, what waits behind an event that was given back goes
-    /// back as well: it would overtake it otherwise.
-    pub(crate) fn finish(&mut self, lane: usize, settlements: &mut Vec<Settlement>) {
+    /// Whether a lane that is about to finish will find more. From the common queue the other lanes
+    /// take as well; some of them are before it.
+    pub(crate) fn has_more(&self, lane: usize) -> bool {
+        match self.ordering {
+            Ordering::Unordered => self.queues[0].len() > self.idle.len() / 4,
+            Ordering::PerKey => !self.queues[lane].is_empty(),
+        }
+    }
+
+    /// A lane is done with what it had, and goes on with what is returned if it takes more. Per key, what
+    /// waits behind an event that was given back goes back as well: it would overtake it otherwise.
+    pub(crate) fn finish(
+        &mut self,
+        lane: usize,
+        settlements: &mut Vec<Settlement>,
+        takes_more: bool,
+    ) -> Option<Vec<Delivery>> {
         self.idle[lane] = true;
         let mut given_back = HashSet::new();
         for settlement in settlements.iter() {
@@ -121,6 +149,7 @@ impl Window {
         if self.ordering == Ordering::PerKey && !given_back.is_empty() {
             settlements.extend(self.release_where(|key| key.is_some_and(|key| given_back.contains(key))));
         }
+        if takes_more { self.take(lane) } else { None }
     }
 
     /// These receipts are void. What was not started is dropped, and takes what waits behind it with
@@ -240,7 +269,7 @@ mod tests {
         assert_eq!(window.room(), 0);
         let (lane, mut work) = window.assign().unwrap();
         let mut done = vec![work.remove(0).ack()];
-        window.finish(lane, &mut done);
+        window.finish(lane, &mut done, false);
         assert_eq!(
             window.room(),
             1,
@@ -279,8 +308,15 @@ mod tests {
         let (lane, mut work) = window.assign().unwrap();
         assert!(window.assign().is_none(), "the key's lane is busy");
         let mut done = vec![work.remove(0).ack()];
-        window.finish(lane, &mut done);
-        assert_eq!(window.assign().map(|(l, w)| (l, w[0].receipt.0)), Some((lane, 2)));
+        let mut next = window.finish(lane, &mut done, true).unwrap();
+        assert_eq!(next[0].receipt.0, 2, "the lane goes on with it");
+        assert!(window.assign().is_none(), "and is busy");
+        let mut done = vec![next.remove(0).ack()];
+        assert!(
+            window.finish(lane, &mut done, false).is_none(),
+            "a stop: it takes no more"
+        );
+        assert_eq!(window.assign().map(|(l, w)| (l, w[0].receipt.0)), Some((lane, 3)));
     }
 
     #[test]
@@ -294,7 +330,7 @@ mod tests {
         ]);
         let (lane, mut work) = window.assign().unwrap();
         let mut settlements = vec![work.remove(0).release(None)];
-        window.finish(lane, &mut settlements);
+        window.finish(lane, &mut settlements, false);
         assert_eq!(receipts(&settlements), [1, 3]);
         assert_eq!(window.in_hand.len(), 2);
     }
@@ -312,7 +348,7 @@ mod tests {
         assert_eq!(receipts(&window.lose(&[Receipt(1), Receipt(2)])), [3]);
         assert_eq!(window.in_hand.len(), 2, "the running one and key b");
         let mut done: Vec<_> = work.into_iter().map(Delivery::ack).collect();
-        window.finish(lane, &mut done);
+        window.finish(lane, &mut done, false);
         assert_eq!(window.assign().map(|(_, w)| w[0].receipt.0), Some(4));
         window.lose_all();
         assert_eq!(window.in_hand.len(), 1);

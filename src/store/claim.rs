@@ -69,7 +69,7 @@ pub enum HeldState {
     Dead,
 }
 
-/// Proof of what a transaction has claimed. Only `claim` makes one, and the guard consumes it.
+/// Proof of what a transaction has claimed. Only `claim` makes one, and the commit consumes it.
 #[derive(Debug)]
 pub struct Claims {
     /// The keys that this transaction inserted.
@@ -78,6 +78,12 @@ pub struct Claims {
     pub(crate) mark: Option<String>,
     /// What becomes of the claims when this commits.
     pub(crate) outcome: Outcome,
+    /// Whether `inbox` has a row of one of them, which the commit finishes.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        allow(dead_code, reason = "on SQLite a look costs no round trip")
+    )]
+    pub(crate) held: bool,
 }
 
 impl Claims {
@@ -86,10 +92,6 @@ impl Claims {
         self.keys.is_empty()
     }
 }
-
-/// Proof that the guard has passed. Only the guard makes one, and the commit consumes it.
-#[derive(Debug)]
-pub struct Guarded(pub(crate) ());
 
 /// What the second statement of a claim read about a key that was not inserted.
 #[derive(Debug, Clone)]

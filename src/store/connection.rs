@@ -2,11 +2,11 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
+use sqlx::Database;
 use sqlx::pool::PoolConnection;
-use sqlx::{Connection as _, Database};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::Limits;
+use super::{Limits, StoreError, StoreErrorKind};
 
 /// A lane's connection, with what is needed to end its statement from outside.
 #[derive(Debug)]
@@ -20,6 +20,21 @@ pub struct Connection<Db: Database> {
         allow(dead_code, reason = "SQLite has no session settings")
     )]
     pub(crate) limits: Option<Limits>,
+    /// The transaction that has begun and not ended.
+    pub(crate) open: Option<Open>,
+    /// sqlx counts a transaction on this connection, so that a handler's `begin` is a savepoint. It
+    /// counts one for good: how ours begin and end it is not told, because it can send neither a guard
+    /// with its `COMMIT` nor, after a savepoint that a handler forgot, a `COMMIT` at all.
+    pub(crate) counted: bool,
+}
+
+/// An open transaction.
+#[derive(Debug)]
+pub(crate) struct Open {
+    /// It has begun with the commit before it, and nothing has been done in it.
+    pub(crate) ahead: bool,
+    /// Where the database has one writer, the right to be it; given up when the transaction has ended.
+    pub(crate) _writer: Option<OwnedSemaphorePermit>,
 }
 
 /// One session. A server that was restarted gives the same numbers again, in a container within
@@ -36,28 +51,36 @@ pub(crate) struct Session {
 }
 
 impl<Db: Database> Connection<Db> {
-    /// Whether the connection is outside any transaction, as far as the client knows. After a commit
-    /// it must be: otherwise a leaked savepoint made `COMMIT` a mere release of that savepoint.
+    /// Whether the connection is outside any transaction.
     pub fn is_clean(&self) -> bool {
-        !self.conn.is_in_transaction()
+        self.open.is_none()
+    }
+
+    /// Whether the next transaction has begun already.
+    pub(crate) fn has_begun_ahead(&mut self) -> bool {
+        let open = self.open.as_mut();
+        open.is_some_and(|open| std::mem::take(&mut open.ahead))
+    }
+
+    /// PostgreSQL only warns of a `BEGIN` inside a transaction, and goes on in that one.
+    pub(crate) fn must_be_clean(&self) -> Result<(), StoreError> {
+        if self.is_clean() {
+            return Ok(());
+        }
+        Err(StoreError::new(
+            StoreErrorKind::Unavailable,
+            "this connection's last transaction was neither committed nor rolled back",
+        ))
     }
 }
 
-/// An open transaction of a lane. Dropping it rolls back.
+/// The open transaction of a lane's connection. Dropping it leaves it open: what became of it is for
+/// [`Store::commit`](super::Store::commit) and [`Store::rollback`](super::Store::rollback) to say.
 #[derive(Debug)]
 pub struct Tx<'c, Db: Database> {
-    pub(crate) tx: sqlx::Transaction<'c, Db>,
+    pub(crate) conn: &'c mut Connection<Db>,
     /// How long each statement's answer is waited for.
     pub(crate) patience: Duration,
-    /// Where the database has one writer, the right to be it; given up after the transaction ended.
-    pub(crate) _writer: Option<OwnedSemaphorePermit>,
-}
-
-impl<Db: Database> Tx<'_, Db> {
-    /// Rolls back and waits until that is done.
-    pub async fn rollback(self) -> Result<(), sqlx::Error> {
-        answer(self.patience, self.tx.rollback()).await
-    }
 }
 
 /// Waits for the server's answer, but not for ever: a peer that is gone without a word never gives
@@ -80,12 +103,12 @@ impl<Db: Database> Deref for Tx<'_, Db> {
     type Target = Db::Connection;
 
     fn deref(&self) -> &Self::Target {
-        &self.tx
+        &self.conn.conn
     }
 }
 
 impl<Db: Database> DerefMut for Tx<'_, Db> {
     fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.tx
+        &mut self.conn.conn
     }
 }

@@ -77,21 +77,16 @@ impl Error for StoreError {
     }
 }
 
-/// Why the guard refused to let a transaction commit.
+/// Why a commit did not succeed.
 #[derive(Debug)]
-pub enum GuardError {
+pub enum CommitError {
     /// The transaction is ours but aborted: a failed statement was swallowed. Nothing was kept.
     Aborted(StoreError),
     /// The transaction is not the one that claimed: the handler committed or rolled back by itself,
     /// and part of its work may stand. These are the claims that it was given.
     Escaped(Claims),
-    /// The guard itself could not run.
+    /// What goes before `COMMIT` could not run. Nothing was kept.
     Store(StoreError),
-}
-
-/// Why a commit did not succeed.
-#[derive(Debug)]
-pub enum CommitError {
     /// The database refused the data: a deferred constraint failed. Nothing was kept.
     Refused(StoreError),
     /// Lost against another transaction at the last moment. Nothing was kept.

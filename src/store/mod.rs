@@ -1,6 +1,6 @@
 //! Stores: where claims, held events and the handler's own writes commit together.
 //!
-//! [`Store`] is the transaction: begin, claim, guard, commit. [`Inbox`] is the table of held events,
+//! [`Store`] is the transaction: begin, claim, commit. [`Inbox`] is the table of held events,
 //! [`Operations`] is what runs beside the work: schema, purge. A consumer needs all three; they are
 //! apart so that none of them is a giant. `PostgresStore` and `SqliteStore` implement them with
 //! the same file names, statement for statement.
@@ -22,12 +22,12 @@ use uuid::Uuid;
 
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
-pub use claim::{ClaimAnswer, ClaimRequest, Claims, Guarded, HeldState, Outcome};
-#[cfg(any(feature = "postgres", feature = "sqlite"))]
-pub(crate) use connection::Session;
+pub use claim::{ClaimAnswer, ClaimRequest, Claims, HeldState, Outcome};
 pub(crate) use connection::answer;
 pub use connection::{Connection, Tx};
-pub use error::{CommitError, GuardError, StoreError, StoreErrorKind};
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+pub(crate) use connection::{Open, Session};
+pub use error::{CommitError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
 #[cfg(feature = "postgres")]
 pub use postgres::PostgresStore;
@@ -36,7 +36,7 @@ pub use sqlite::SqliteStore;
 
 /// One database transaction that carries the claim, the handler's writes and nothing else.
 ///
-/// `begin`, `claim`, `guard` and `commit` are never dropped half-way by the framework: a database
+/// `begin`, `claim` and `commit` are never dropped half-way by the framework: a database
 /// driver may leave an open transaction in its pool otherwise.
 #[async_trait]
 pub trait Store: Clone + Send + Sync + 'static {
@@ -69,7 +69,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// same order what it found. Waits for another transaction that holds one of the keys, at most
     /// `lock_timeout`; past it the error is [`StoreErrorKind::Busy`].
     ///
-    /// The returned [`Claims`] prove what this transaction holds; the guard takes them by value.
+    /// The returned [`Claims`] prove what this transaction holds; the commit takes them by value.
     async fn claim(
         &self,
         tx: &mut Tx<'_, Self::Db>,
@@ -77,16 +77,16 @@ pub trait Store: Clone + Send + Sync + 'static {
         outcome: Outcome,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError>;
 
-    /// The last statement before commit: proves that this is still the claims' own transaction and
-    /// alive, and finishes the held rows of its events.
-    async fn guard(&self, tx: &mut Tx<'_, Self::Db>, claims: Claims) -> Result<Guarded, GuardError>;
-
     /// Asks, beside the transaction, whether these claims are committed, although the handler failed
     /// and nothing of ours has: then the handler did it, and part of its work stands.
     async fn is_committed(&self, claims: &Claims) -> bool;
 
-    /// Commits. `Ok` means durable.
-    async fn commit(&self, tx: Tx<'_, Self::Db>, guarded: Guarded) -> Result<(), CommitError>;
+    /// Commits, unless the guard refuses: it proves that this is still the claims' own transaction and
+    /// alive, and finishes the held rows of its events. `Ok` means durable.
+    async fn commit(&self, tx: Tx<'_, Self::Db>, claims: Claims, next: Next) -> Result<(), CommitError>;
+
+    /// Rolls back the transaction that is open on this connection, if one is.
+    async fn rollback(&self, conn: &mut Connection<Self::Db>) -> Result<(), StoreError>;
 
     /// Closes a connection whose handler was cut off, and ends on the server what it was running, so
     /// that its locks do not outlive it.
@@ -105,6 +105,16 @@ pub trait Store: Clone + Send + Sync + 'static {
         name: &str,
         id: &str,
     ) -> Result<bool, sqlx::Error>;
+}
+
+/// What a lane does after a commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// It has more work: the next transaction may begin with the commit, where that saves a round trip.
+    /// [`begin`](Store::begin) takes it over, [`rollback`](Store::rollback) ends it unused.
+    Begin,
+    /// Perhaps nothing for a long time.
+    Rest,
 }
 
 /// The held events: delayed retries, dead letters and the embedded durable queue.

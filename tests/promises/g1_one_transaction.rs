@@ -60,7 +60,7 @@ async fn a_death_at_any_point_leaves_one_effect_and_one_claim<S: TestStore>(stag
 async fn die_with_an_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint) {
     let (fails_first, entries) = match point {
         CrashPoint::RolledBack | CrashPoint::Parked => (true, 2),
-        CrashPoint::Handled | CrashPoint::Guarded => (false, 2),
+        CrashPoint::Handled => (false, 2),
         _ => (false, 1),
     };
     let name = point.as_str();

@@ -22,7 +22,6 @@ async fn nothing_is_acked_before_the_commit<S: TestStore>(stage: Stage<S>) {
         (CrashPoint::Received, 0),
         (CrashPoint::Claimed, 0),
         (CrashPoint::Handled, 0),
-        (CrashPoint::Guarded, 0),
         (CrashPoint::Committed, 1),
         (CrashPoint::Settling, 1),
     ] {

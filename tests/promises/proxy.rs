@@ -180,8 +180,8 @@ async fn serve(number: usize, client: TcpStream, link: Arc<Link>) {
     }
 }
 
-/// A simple query `COMMIT`, as sqlx sends it.
-const COMMIT: &[u8] = b"Q\0\0\0\x0bCOMMIT\0";
+/// The end of a handler's transaction, which goes in one message with its guard.
+const COMMIT: &[u8] = b"EXECUTE onlyonce_guard";
 
 async fn requests(
     number: usize,

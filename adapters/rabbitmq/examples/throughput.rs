@@ -3,7 +3,7 @@
 //!
 //! ```sh
 //! scripts/services up && eval "$(scripts/services env)"
-//! cargo run --release -p onlyonce-rabbitmq --example throughput -- --events 20000 --rounds 3
+//! cargo run --release -p onlyonce-rabbitmq --example throughput -- --events 40000 --rounds 3
 //! ```
 //!
 //! Every variant runs once per round, in turn, and the medians are compared: on a busy machine the
@@ -12,8 +12,8 @@
 #![allow(clippy::print_stdout)]
 
 use std::error::Error;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt as _;
@@ -119,7 +119,7 @@ impl Bench {
             amqp,
             postgres,
             pool,
-            events: 20_000,
+            events: 40_000,
             rounds: 3,
             memory: false,
         };
@@ -142,34 +142,33 @@ impl Bench {
         let queue = self.filled_queue(self.events).await?;
         let done = Arc::new(AtomicU64::new(0));
         let started = Instant::now();
-        match variant {
+        let last = match variant {
             Variant::ByHand { lanes } => self.by_hand(&queue, *lanes, &done).await?,
             Variant::Single { lanes } => {
                 self.consumer(&queue, *lanes, 1, &done, |builder, done| {
                     builder.handler(Insert(done))
                 })
-                .await?;
+                .await?
             }
             Variant::Batch { lanes } => {
                 self.consumer(&queue, *lanes, 100, &done, |builder, done| {
                     builder.handler(Insert(done))
                 })
-                .await?;
+                .await?
             }
             Variant::BatchHandler { lanes } => {
                 self.consumer(&queue, *lanes, 100, &done, |builder, done| {
                     builder.batch_handler(Insert(done))
                 })
-                .await?;
+                .await?
             }
-        }
-        let took = started.elapsed();
+        };
         self.check().await?;
         self.channel()
             .await?
             .queue_delete(queue.as_str().into(), QueueDeleteOptions::default())
             .await?;
-        Ok(self.events as f64 / took.as_secs_f64())
+        Ok(self.events as f64 / (last - started).as_secs_f64())
     }
 
     async fn consumer(
@@ -182,7 +181,7 @@ impl Bench {
             onlyonce::consumer::ConsumerBuilder<PostgresStore>,
             Arc<AtomicU64>,
         ) -> onlyonce::consumer::ConsumerBuilder<PostgresStore>,
-    ) -> Result<(), BoxError> {
+    ) -> Result<Instant, BoxError> {
         let store = PostgresOptions::new(&self.postgres)
             .schema("bench")
             .max_connections(64)
@@ -194,18 +193,25 @@ impl Bench {
             .batch(batch);
         let consumer = handler(builder, done.clone()).build()?;
         let (done, events) = (done.clone(), self.events);
+        let last = Arc::new(OnceLock::new());
+        let seen = last.clone();
         consumer
-            .run_until(async move { until(&done, events).await })
+            .run_until(async move {
+                let _ = seen.set(until(&done, events).await);
+            })
             .await?;
-        Ok(())
+        last.get()
+            .copied()
+            .ok_or_else(|| "the consumer ended too early".into())
     }
 
     /// What one would write without a framework, if one were careful.
-    async fn by_hand(&self, queue: &str, lanes: usize, done: &Arc<AtomicU64>) -> Result<(), BoxError> {
+    async fn by_hand(&self, queue: &str, lanes: usize, done: &Arc<AtomicU64>) -> Result<Instant, BoxError> {
         let connection = connect(&self.amqp).await?;
         let channel = connection.create_channel().await?;
+        // As many as the consumer asks for.
         channel
-            .basic_qos(lanes as u16 * 2, BasicQosOptions::default())
+            .basic_qos(lanes as u16 * 4, BasicQosOptions::default())
             .await?;
         let consumer = channel
             .basic_consume(
@@ -259,13 +265,13 @@ impl Bench {
                 }
             });
         }
-        until(done, self.events).await;
+        let last = until(done, self.events).await;
         stop.cancel();
         while let Some(ended) = tasks.join_next().await {
             ended??;
         }
         connection.close(200, "done".into()).await?;
-        Ok(())
+        Ok(last)
     }
 
     /// Resident memory of a consumer whose handler waits while the queue is full.
@@ -384,10 +390,12 @@ async fn connect(url: &str) -> Result<Connection, BoxError> {
     Ok(Connection::connect(url, ConnectionProperties::default()).await?)
 }
 
-async fn until(done: &AtomicU64, events: u64) {
+/// When the last event was applied.
+async fn until(done: &AtomicU64, events: u64) -> Instant {
     while done.load(Relaxed) < events {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
+    Instant::now()
 }
 
 async fn insert(conn: &mut PgConnection, id: &str, body: &[u8]) -> sqlx::Result<()> {

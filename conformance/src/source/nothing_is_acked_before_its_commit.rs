@@ -13,7 +13,7 @@ pub async fn nothing_is_acked_before_its_commit<H: SourceHarness>(harness: &H) -
         let ids = numbered(1);
         harness.publish(events(&ids)).await?;
         let lives = Lives::new(harness).await?;
-        for point in [CrashPoint::Claimed, CrashPoint::Guarded] {
+        for point in [CrashPoint::Claimed, CrashPoint::Handled] {
             let ended = lives.live(Some((point, 1)), async || {
                 if let Some(depth) = harness.depth().await? {
                     ensure!(

@@ -16,7 +16,6 @@ pub async fn survives_kills<H: SourceHarness>(harness: &H) -> Result {
             CrashPoint::Received,
             CrashPoint::Claimed,
             CrashPoint::Handled,
-            CrashPoint::Guarded,
             CrashPoint::Committed,
             CrashPoint::Settling,
         ] {

@@ -18,7 +18,6 @@ pub async fn abandoned_work_frees_its_locks<H: StoreHarness>(harness: &H) -> Res
         let endless = bench.handle(&mut tx, ENDLESS);
         let cut_off = timeout(Duration::from_millis(300), endless).await;
         ensure!(cut_off.is_err(), "a statement without an end ended: {cut_off:?}");
-        drop(tx);
         bench.store.abandon(conn).await;
         let mut conn = bench.store.open().await?;
         let next = timeout(Duration::from_secs(10), bench.process(&mut conn, &event)).await;

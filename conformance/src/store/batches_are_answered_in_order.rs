@@ -1,4 +1,4 @@
-use onlyonce::store::{ClaimAnswer, HeldState, Store as _};
+use onlyonce::store::{ClaimAnswer, HeldState, Next, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, DEAD, Sample, duplicate, failure, refused};
@@ -21,7 +21,7 @@ pub async fn batches_are_answered_in_order<H: StoreHarness>(harness: &H) -> Resu
         bench.process(&mut conn, &done).await?;
         bench.park(&mut conn, &dead, DEAD, &[failure(1)]).await?;
         let batch = [&b, &a, &done, &a2, &dead, &a];
-        let (mut tx, answers, claims) = bench.claim(&mut conn, &batch).await?;
+        let (tx, answers, claims) = bench.claim(&mut conn, &batch).await?;
         let due = [
             ClaimAnswer::New,
             ClaimAnswer::New,
@@ -34,8 +34,11 @@ pub async fn batches_are_answered_in_order<H: StoreHarness>(harness: &H) -> Resu
             answers == due,
             "{due:?} were due and the batch was answered {answers:?}"
         );
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        bench.store.commit(tx, guarded).await.map_err(refused)?;
+        bench
+            .store
+            .commit(tx, claims, Next::Rest)
+            .await
+            .map_err(refused)?;
         let (claims, _) = bench.stands().await?;
         ensure!(
             claims == 3,
@@ -46,13 +49,16 @@ pub async fn batches_are_answered_in_order<H: StoreHarness>(harness: &H) -> Resu
             .map(|n| Sample::new(&format!("m{n}"), "x"))
             .collect::<Result<_>>()?;
         let many: Vec<&Sample> = many.iter().collect();
-        let (mut tx, answers, claims) = bench.claim(&mut conn, &many).await?;
+        let (tx, answers, claims) = bench.claim(&mut conn, &many).await?;
         ensure!(
             answers.iter().all(|answer| *answer == ClaimAnswer::New),
             "of 500 new events some were not"
         );
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        bench.store.commit(tx, guarded).await.map_err(refused)?;
+        bench
+            .store
+            .commit(tx, claims, Next::Rest)
+            .await
+            .map_err(refused)?;
         let (claims, _) = bench.stands().await?;
         ensure!(
             claims == 503,

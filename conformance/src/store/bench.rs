@@ -5,7 +5,7 @@ use std::time::Duration;
 use onlyonce::Reason;
 use onlyonce::event::{EventKey, Identity, RawEvent};
 use onlyonce::store::{
-    Attempt, ClaimAnswer, ClaimRequest, Claims, Connection, HeldEvent, Inbox as _, Lease, Limits,
+    Attempt, ClaimAnswer, ClaimRequest, Claims, Connection, HeldEvent, Inbox as _, Lease, Limits, Next,
     Operations as _, Outcome, Parked, ParkedAs, Parking, Store as _, Tx,
 };
 
@@ -102,7 +102,7 @@ impl<'h, H: StoreHarness> Bench<'h, H> {
         Ok((tx, answers, claims))
     }
 
-    /// Takes one event through: claim, one effect if it is new, guard, commit.
+    /// Takes one event through: claim, one effect if it is new, commit.
     pub(super) async fn process(&self, conn: &mut Connection<Db<H>>, event: &Sample) -> Result<ClaimAnswer> {
         let (mut tx, answers, claims) = self.claim(conn, &[event]).await?;
         ensure!(
@@ -110,11 +110,10 @@ impl<'h, H: StoreHarness> Bench<'h, H> {
             "one event was claimed and {answers:?} answered"
         );
         if claims.is_empty() {
-            tx.rollback().await?;
+            self.store.rollback(conn).await?;
         } else {
             self.handle(&mut tx, EFFECT).await?;
-            let guarded = self.store.guard(&mut tx, claims).await.map_err(refused)?;
-            self.store.commit(tx, guarded).await.map_err(refused)?;
+            self.store.commit(tx, claims, Next::Rest).await.map_err(refused)?;
         }
         ensure!(
             conn.is_clean(),

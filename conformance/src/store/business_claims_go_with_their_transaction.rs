@@ -1,4 +1,4 @@
-use onlyonce::store::Store as _;
+use onlyonce::store::{Next, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, Sample, refused};
@@ -22,15 +22,18 @@ pub async fn business_claims_go_with_their_transaction<H: StoreHarness>(harness:
                 (first, second, other)
             );
             if commits {
-                let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-                bench.store.commit(tx, guarded).await.map_err(refused)?;
+                bench
+                    .store
+                    .commit(tx, claims, Next::Rest)
+                    .await
+                    .map_err(refused)?;
             } else {
-                tx.rollback().await?;
+                bench.store.rollback(&mut conn).await?;
             }
         }
         let mut tx = bench.store.begin(&mut conn, &bench.limits).await?;
         let again = bench.store.claim_once(&mut tx, CONSUMER, "paid", "7").await?;
-        tx.rollback().await?;
+        bench.store.rollback(&mut conn).await?;
         ensure!(!again, "a committed business claim was given a second time");
         Ok(())
     })

@@ -14,7 +14,7 @@ pub async fn busy_is_bounded<H: StoreHarness>(harness: &H) -> Result {
         let mut bench = Bench::new(harness).await?;
         let event = Sample::new("1", "a")?;
         let (mut a, mut b) = (bench.store.open().await?, bench.store.open().await?);
-        let (tx, ..) = bench.claim(&mut a, &[&event]).await?;
+        bench.claim(&mut a, &[&event]).await?;
         bench.limits.lock_timeout = Duration::from_millis(200);
         match timeout(BOUND, bench.claim(&mut b, &[&event])).await {
             Err(_) => ensure!(
@@ -33,7 +33,7 @@ pub async fn busy_is_bounded<H: StoreHarness>(harness: &H) -> Result {
         }
         bench.store.abandon(b).await;
         bench.store.probe().await?;
-        tx.rollback().await?;
+        bench.store.rollback(&mut a).await?;
         let mut b = bench.store.open().await?;
         bench
             .expect(&mut b, &event, ClaimAnswer::New, "the other copy was rolled back")

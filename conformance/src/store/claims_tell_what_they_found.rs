@@ -1,4 +1,4 @@
-use onlyonce::store::{ClaimAnswer, Outcome, Store as _};
+use onlyonce::store::{ClaimAnswer, Next, Outcome, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, Sample, duplicate, refused};
@@ -32,9 +32,12 @@ pub async fn claims_tell_what_they_found<H: StoreHarness>(harness: &H) -> Result
         );
 
         let dropped = Sample::new("3", "a")?;
-        let (mut tx, _, claims) = bench.claim_as(&mut conn, &[&dropped], Outcome::Discarded).await?;
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        bench.store.commit(tx, guarded).await.map_err(refused)?;
+        let (tx, _, claims) = bench.claim_as(&mut conn, &[&dropped], Outcome::Discarded).await?;
+        bench
+            .store
+            .commit(tx, claims, Next::Rest)
+            .await
+            .map_err(refused)?;
         let discarded = ClaimAnswer::Duplicate {
             same_payload: true,
             outcome: Outcome::Discarded,

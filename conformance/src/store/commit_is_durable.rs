@@ -1,4 +1,4 @@
-use onlyonce::store::{Outcome, Store as _};
+use onlyonce::store::{Next, Outcome, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, EFFECT, Sample, duplicate, refused};
@@ -13,13 +13,16 @@ pub async fn commit_is_durable<H: StoreHarness>(harness: &H) -> Result {
         let event = Sample::new("1", "a")?;
         let (mut tx, _, claims) = bench.claim(&mut conn, &[&event]).await?;
         bench.handle(&mut tx, EFFECT).await?;
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
         let stands = bench.stands().await?;
         ensure!(
             stands == (0, 0),
             "before the commit others see (claims, effects) {stands:?}"
         );
-        bench.store.commit(tx, guarded).await.map_err(refused)?;
+        bench
+            .store
+            .commit(tx, claims, Next::Rest)
+            .await
+            .map_err(refused)?;
         let stands = bench.stands().await?;
         ensure!(
             stands == (1, 1),
@@ -31,7 +34,7 @@ pub async fn commit_is_durable<H: StoreHarness>(harness: &H) -> Result {
         let (answers, _) = again
             .claim(&mut tx, &[event.request()], Outcome::Processed)
             .await?;
-        tx.rollback().await?;
+        bench.store.rollback(&mut conn).await?;
         ensure!(
             answers == [duplicate(true)],
             "another process is told {answers:?} of what was committed"

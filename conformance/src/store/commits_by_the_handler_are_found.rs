@@ -29,7 +29,6 @@ pub async fn commits_by_the_handler_are_found<H: StoreHarness>(harness: &H) -> R
                 said || stand == 0,
                 "the handler has committed the claims, and the store does not see it"
             );
-            drop(tx);
             bench.store.abandon(conn).await;
         }
         Ok(())

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use onlyonce::store::{ClaimAnswer, Store as _};
+use onlyonce::store::{ClaimAnswer, Next, Store as _};
 use tokio::time::timeout;
 
 use super::StoreHarness;
@@ -42,11 +42,14 @@ pub async fn copies_wait_for_each_other<H: StoreHarness>(harness: &H) -> Result 
                 "the first copy was undecided and the second was told {early:?}"
             );
             let due = if commits {
-                let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-                bench.store.commit(tx, guarded).await.map_err(refused)?;
+                bench
+                    .store
+                    .commit(tx, claims, Next::Rest)
+                    .await
+                    .map_err(refused)?;
                 duplicate(true)
             } else {
-                tx.rollback().await?;
+                bench.store.rollback(&mut a).await?;
                 ClaimAnswer::New
             };
             let answer = copy.await?;

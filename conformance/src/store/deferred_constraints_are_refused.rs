@@ -1,7 +1,7 @@
-use onlyonce::store::{ClaimAnswer, CommitError, Store as _};
+use onlyonce::store::{ClaimAnswer, CommitError, Next, Store as _};
 
 use super::StoreHarness;
-use super::bench::{Bench, EFFECT, Sample, refused};
+use super::bench::{Bench, EFFECT, Sample};
 use crate::Result;
 use crate::broken::{ensure, promise};
 
@@ -24,8 +24,7 @@ pub async fn deferred_constraints_are_refused<H: StoreHarness>(harness: &H) -> R
         let (mut tx, _, claims) = bench.claim(&mut conn, &[&event]).await?;
         bench.handle(&mut tx, EFFECT).await?;
         bench.handle(&mut tx, "INSERT INTO {children} VALUES (7)").await?;
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        match bench.store.commit(tx, guarded).await {
+        match bench.store.commit(tx, claims, Next::Rest).await {
             Err(CommitError::Refused(_)) => {}
             other => ensure!(false, "the data was wrong and the commit says {other:?}"),
         }

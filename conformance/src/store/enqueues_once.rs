@@ -1,4 +1,4 @@
-use onlyonce::store::{Inbox as _, Store as _};
+use onlyonce::store::{Inbox as _, Next, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, LONG, NOW, Sample, refused};
@@ -26,10 +26,13 @@ pub async fn enqueues_once<H: StoreHarness>(harness: &H) -> Result {
             let (mut tx, _, claims) = bench.claim(&mut conn, &[&handled]).await?;
             bench.store.enqueue_in(&mut tx, &inner.parked(NOW)).await?;
             if commits {
-                let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-                bench.store.commit(tx, guarded).await.map_err(refused)?;
+                bench
+                    .store
+                    .commit(tx, claims, Next::Rest)
+                    .await
+                    .map_err(refused)?;
             } else {
-                tx.rollback().await?;
+                bench.store.rollback(&mut conn).await?;
             }
         }
         let mut ids: Vec<String> = bench

@@ -1,12 +1,11 @@
-use onlyonce::store::{GuardError, Store as _};
+use onlyonce::store::{CommitError, Next, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, DEAD, EFFECT, Sample, failure};
 use crate::Result;
 use crate::broken::{ensure, promise};
 
-/// Whatever a handler does to its transaction: if guard and commit agree, claim and effect stand. If
-/// they do not, what was refused as aborted left nothing, and only what is refused as escaped may have
+/// Whatever a handler does to its transaction: if it is committed, claim and effect stand. If it is not, what was refused as aborted left nothing, and only what is refused as escaped may have
 /// left a part. The held row of the event is finished with the commit and not otherwise.
 pub async fn guard_lets_nothing_half_done_pass<H: StoreHarness>(harness: &H) -> Result {
     promise("guard_lets_nothing_half_done_pass", async {
@@ -57,23 +56,16 @@ async fn one<H: StoreHarness>(harness: &H, handler: &[&str]) -> Result {
         // A handler that ignores its errors.
         let _ = bench.handle(&mut tx, sql).await;
     }
-    let passed = match bench.store.guard(&mut tx, claims).await {
-        Ok(guarded) => match bench.store.commit(tx, guarded).await {
-            Ok(()) => Ok(()),
-            Err(error) => Err(format!("{error:?}")),
-        },
-        Err(GuardError::Escaped(_)) => {
-            drop(tx);
+    let passed = match bench.store.commit(tx, claims, Next::Rest).await {
+        Ok(()) => Ok(()),
+        Err(CommitError::Escaped(_)) => {
             ensure!(
                 handler.iter().any(|sql| matches!(*sql, "COMMIT" | "ROLLBACK")),
                 "{handler:?} did not escape, and the guard says that it did"
             );
             Err("escaped".to_owned())
         }
-        Err(error) => {
-            drop(tx);
-            Err(format!("{error:?}"))
-        }
+        Err(error) => Err(format!("{error:?}")),
     };
     let clean = conn.is_clean();
     bench.store.abandon(conn).await;
@@ -85,7 +77,7 @@ async fn one<H: StoreHarness>(harness: &H, handler: &[&str]) -> Result {
         Ok(()) => {
             ensure!(
                 clean && claims == 1 && effects >= 1,
-                "{handler:?} passed guard and commit, and (claims, effects) are {:?}",
+                "{handler:?} was committed, and (claims, effects) are {:?}",
                 (claims, effects)
             );
             ensure!(

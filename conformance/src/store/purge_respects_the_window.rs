@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use onlyonce::store::{ClaimAnswer, Operations as _, PurgeCursor, Store as _};
+use onlyonce::store::{ClaimAnswer, Next, Operations as _, PurgeCursor, Store as _};
 
 use super::StoreHarness;
 use super::bench::{Bench, Sample, duplicate, refused};
@@ -21,8 +21,11 @@ pub async fn purge_respects_the_window<H: StoreHarness>(harness: &H) -> Result {
         let event = Sample::new("with a fact", "a")?;
         let (mut tx, _, claims) = bench.claim(&mut conn, &[&event]).await?;
         bench.store.claim_once(&mut tx, CONSUMER, "paid", "7").await?;
-        let guarded = bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        bench.store.commit(tx, guarded).await.map_err(refused)?;
+        bench
+            .store
+            .commit(tx, claims, Next::Rest)
+            .await
+            .map_err(refused)?;
         harness.age_claims(Duration::from_secs(3600)).await?;
         let young = Sample::new("young", "a")?;
         bench.process(&mut conn, &young).await?;

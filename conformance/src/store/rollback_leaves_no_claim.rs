@@ -1,7 +1,7 @@
 use onlyonce::store::{ClaimAnswer, Store as _};
 
 use super::StoreHarness;
-use super::bench::{Bench, EFFECT, Sample, refused};
+use super::bench::{Bench, EFFECT, Sample};
 use crate::Result;
 use crate::broken::{ensure, promise};
 
@@ -11,25 +11,18 @@ pub async fn rollback_leaves_no_claim<H: StoreHarness>(harness: &H) -> Result {
     promise("rollback_leaves_no_claim", async {
         let bench = Bench::new(harness).await?;
         let event = Sample::new("1", "a")?;
-        for how in ["rolled back", "guarded and dropped", "abandoned"] {
+        for how in ["rolled back", "dropped", "abandoned"] {
             let mut conn = bench.store.open().await?;
-            let (mut tx, answers, claims) = bench.claim(&mut conn, &[&event]).await?;
+            let (mut tx, answers, _) = bench.claim(&mut conn, &[&event]).await?;
             ensure!(
                 answers == [ClaimAnswer::New],
                 "before it was {how} the event was not new: {answers:?}"
             );
             bench.handle(&mut tx, EFFECT).await?;
             match how {
-                "rolled back" => tx.rollback().await?,
-                "guarded and dropped" => {
-                    bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-                    drop(tx);
-                    drop(conn);
-                }
-                _ => {
-                    drop(tx);
-                    bench.store.abandon(conn).await;
-                }
+                "rolled back" => bench.store.rollback(&mut conn).await?,
+                "dropped" => drop(conn),
+                _ => bench.store.abandon(conn).await,
             }
             let stands = bench.stands().await?;
             ensure!(

@@ -1,7 +1,7 @@
 use onlyonce::store::{ClaimAnswer, HeldState, Inbox as _, Store as _};
 
 use super::StoreHarness;
-use super::bench::{Bench, LONG, NOW, Sample, refused};
+use super::bench::{Bench, LONG, NOW, Sample};
 use crate::Result;
 use crate::broken::{ensure, promise};
 
@@ -20,9 +20,8 @@ pub async fn success_finishes_the_held_row<H: StoreHarness>(harness: &H) -> Resu
             .await?;
         event.own = Some(lease.clone());
 
-        let (mut tx, _, claims) = bench.claim(&mut conn, &[&event]).await?;
-        bench.store.guard(&mut tx, claims).await.map_err(refused)?;
-        tx.rollback().await?;
+        bench.claim(&mut conn, &[&event]).await?;
+        bench.store.rollback(&mut conn).await?;
         let ours = bench.store.renew(std::slice::from_ref(&lease), LONG).await?;
         ensure!(
             ours == [lease.id],

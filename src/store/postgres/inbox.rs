@@ -151,7 +151,7 @@ impl PostgresStore {
             if self.park_claim(&mut tx, parked, key, identity).await? {
                 claimed = Some(key);
             } else if !parked.escaped {
-                tx.rollback().await.map_err(|e| classify("rolling back", e))?;
+                self.rollback(conn).await?;
                 return Ok(Parking::Duplicate);
             }
         }
@@ -164,9 +164,11 @@ impl PostgresStore {
                 .await
                 .map_err(|e| classify("giving a claim back", e))?;
         }
-        answer(tx.patience, tx.tx.commit())
+        let commit = sqlx::raw_sql("COMMIT").execute(&mut *tx.conn.conn);
+        answer(tx.patience, commit)
             .await
             .map_err(|e| classify("committing a held event", e))?;
+        tx.conn.open = None;
         Ok(Parking::Held)
     }
 

@@ -1,8 +1,10 @@
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use super::SchemaName;
+use crate::store::Claims;
 
 /// Every statement of the store, with the schema's name in its place. Built once; the name is a
 /// validated and quoted identifier, and nothing else is ever put into SQL.
@@ -13,7 +15,8 @@ pub(super) struct Sql {
     pub claim_one: SqlStr,
     pub claim_read: SqlStr,
     pub claim_once: SqlStr,
-    pub guard: SqlStr,
+    pub prepare_guard: String,
+    guard: String,
     pub finish: SqlStr,
     pub park_claim: SqlStr,
     pub park_insert: SqlStr,
@@ -43,8 +46,8 @@ SELECT pg_terminate_backend(pid)
 const UNFINISHED: &str = "('ready', 'running', 'dead')";
 
 /// `$1` keys, `$2` consumer, `$3` sources, `$4` event ids, `$5` payload hashes, `$6` own rows,
-/// `$7` own tokens, `$8` outcome. A held row stands in the way if it has this very payload and is not
-/// the delivery's own; a copy with another payload may run.
+/// `$7` own tokens, `$8` outcome, `$9` whether any held row stands in the way that is not the
+/// delivery's own, or only one with this very payload: a copy with another payload may run.
 const CLAIM: &str = "
 INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
 SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
@@ -53,7 +56,7 @@ SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
  WHERE NOT EXISTS (
        SELECT 1 FROM {s}.inbox x
         WHERE x.event_key = u.k AND x.state IN {unfinished}
-          AND (x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
+          AND ($9 OR x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
           AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
     ON CONFLICT (event_key) DO NOTHING
 RETURNING event_key, payload_hash, pg_current_xact_id()::text";
@@ -65,7 +68,7 @@ SELECT $1, 'event', $2, $3, $4, $5, $8
  WHERE NOT EXISTS (
        SELECT 1 FROM {s}.inbox x
         WHERE x.event_key = $1 AND x.state IN {unfinished}
-          AND (x.payload_hash = $5 OR x.copy_payload_hash = $5)
+          AND ($9 OR x.payload_hash = $5 OR x.copy_payload_hash = $5)
           AND (x.id IS DISTINCT FROM $6 OR x.lease_token IS DISTINCT FROM $7))
     ON CONFLICT (event_key) DO NOTHING
 RETURNING pg_current_xact_id()::text";
@@ -85,11 +88,17 @@ INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, p
 VALUES ($1, 'once', $2, $3, $4, '', 'processed')
     ON CONFLICT (event_key) DO NOTHING";
 
-/// Which transaction this is, and whether it has held rows to finish: few have, and a look is cheaper
-/// than two writes that find nothing.
+/// The last statement before COMMIT, sent with it. `$1` the claims' xid, `$2` their keys. It raises an
+/// error unless the transaction is the claims' own (a division by zero) and has no held row that is not
+/// finished (a word that is no number): the snapshot is fresh, so it sees what was held after the claim.
 const GUARD: &str = "
-SELECT pg_current_xact_id_if_assigned()::text,
-       EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($1) AND state IN {unfinished})";
+SELECT 1 / (pg_current_xact_id_if_assigned() IS NOT DISTINCT FROM $1)::int
+     + (CASE WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($2) AND state IN {unfinished})
+             THEN 'held' ELSE '0' END)::int";
+
+/// The codes of the two errors.
+pub(super) const NOT_OURS: &str = "22012";
+pub(super) const HELD: &str = "22P02";
 
 /// `$1` keys, `$2` the claims' xid, `$3` the final state of rows that were dead once. The xid stands
 /// inside the writes as well: in a transaction that is not ours they would commit on their own.
@@ -238,12 +247,12 @@ SELECT i.consumer, count(*)
 
 impl Sql {
     pub(super) fn new(schema: &SchemaName) -> Self {
-        let sql = |template: &str| {
-            let text = template
+        let text = |template: &str| {
+            template
                 .replace("{s}", &schema.quoted())
-                .replace("{unfinished}", UNFINISHED);
-            AssertSqlSafe(Arc::<str>::from(text)).into_sql_str()
+                .replace("{unfinished}", UNFINISHED)
         };
+        let sql = |template: &str| AssertSqlSafe(Arc::<str>::from(text(template))).into_sql_str();
         Self {
             session: sql(SESSION),
             end_session: sql(END_SESSION),
@@ -251,7 +260,8 @@ impl Sql {
             claim_one: sql(CLAIM_ONE),
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),
-            guard: sql(GUARD),
+            prepare_guard: text(&format!("PREPARE onlyonce_guard (xid8, uuid[]) AS {GUARD}")),
+            guard: text(GUARD),
             finish: sql(FINISH),
             park_claim: sql(PARK_CLAIM),
             park_insert: sql(PARK_INSERT),
@@ -267,5 +277,26 @@ impl Sql {
             purge_lag: sql(PURGE_LAG),
             seen: sql(SEEN),
         }
+    }
+
+    /// One message of two statements. A transaction's number and the digits of keys are the only values
+    /// that ever stand in SQL itself. Behind a pooler nothing that was prepared is there.
+    pub(super) fn guard_and_commit(&self, claims: &Claims, pooler: bool) -> String {
+        let xid = claims.mark.as_deref().unwrap_or_default();
+        debug_assert!(xid.bytes().all(|byte| byte.is_ascii_digit()));
+        let mut keys = String::with_capacity(claims.keys.len() * 37 + 12);
+        for key in &claims.keys {
+            let separator = if keys.is_empty() { "'{" } else { "," };
+            let _ = write!(keys, "{separator}{}", key.as_uuid());
+        }
+        keys.push_str("}'");
+        if pooler {
+            let guard = self
+                .guard
+                .replace("$1", &format!("'{xid}'::xid8"))
+                .replace("$2", &format!("{keys}::uuid[]"));
+            return format!("{guard}; COMMIT");
+        }
+        format!("EXECUTE onlyonce_guard('{xid}', {keys}); COMMIT")
     }
 }

@@ -2,18 +2,20 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::TryStreamExt as _;
 use sqlx::postgres::{PgConnection, PgRow, Postgres};
 use sqlx::{AssertSqlSafe, Connection as _, Row as _, SqlSafeStr as _, SqlStr};
 use uuid::Uuid;
 
 use super::classify::{classify, classify_claim, code};
 use super::options::RESERVE;
+use super::sql::{HELD, NOT_OURS};
 use super::{PostgresStore, Sql};
 use crate::event::{EventKey, PayloadHash};
 use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
-    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, GuardError, Guarded, HeldState,
-    Isolation, Limits, Outcome, Session, Store, StoreError, StoreErrorKind, Tx, answer,
+    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, HeldState, Isolation, Limits,
+    Next, Open, Outcome, Session, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
@@ -51,6 +53,8 @@ impl Store for PostgresStore {
             .acquire()
             .await
             .map_err(|e| classify("taking a connection", e))?;
+        // Not for others any more: when its lane is done with it, it is closed.
+        conn.close_on_drop();
         let who = sqlx::query_as(self.sql.session.clone()).fetch_one(&mut *conn);
         let session = match answer(GRACE, who).await {
             Ok((number, began)) => Session { number, began },
@@ -65,6 +69,8 @@ impl Store for PostgresStore {
             conn,
             session: (!self.pooler).then_some(session),
             limits: None,
+            open: None,
+            counted: false,
         })
     }
 
@@ -74,13 +80,22 @@ impl Store for PostgresStore {
         limits: &Limits,
     ) -> Result<Tx<'c, Postgres>, StoreError> {
         let patience = limits.patience();
+        if conn.limits.as_ref() == Some(limits) && conn.has_begun_ahead() {
+            return Ok(Tx { conn, patience });
+        }
+        conn.must_be_clean()?;
         if !self.pooler && conn.limits.as_ref() != Some(limits) {
-            // The connection is not for others any more: when its lane is done with it, it is closed.
-            conn.conn.close_on_drop();
-            let set = AssertSqlSafe(limits_statement("SET", limits, conn.conn.server_version_num()));
-            answer(patience, sqlx::raw_sql(set).execute(&mut *conn.conn))
-                .await
-                .map_err(|e| classify("setting a session's limits", e))?;
+            let mut setup = limits_statement("SET", limits, conn.conn.server_version_num());
+            if conn.limits.is_none() {
+                setup.push_str("; ");
+                setup.push_str(&self.sql.prepare_guard);
+            }
+            answer(
+                patience,
+                sqlx::raw_sql(AssertSqlSafe(setup)).execute(&mut *conn.conn),
+            )
+            .await
+            .map_err(|e| classify("preparing a session", e))?;
             conn.limits = Some(limits.clone());
         }
         let mut begin = SqlStr::from_static(begin_statement(limits));
@@ -89,14 +104,15 @@ impl Store for PostgresStore {
             let set = limits_statement("SET LOCAL", limits, conn.conn.server_version_num());
             begin = AssertSqlSafe(format!("{}; {set}", begin_statement(limits))).into_sql_str();
         }
-        let tx = answer(patience, conn.conn.begin_with(begin))
+        // From here on it may have begun, whether or not anybody waits for the answer.
+        conn.open = Some(Open {
+            ahead: false,
+            _writer: None,
+        });
+        answer(patience, send_begin(conn, begin))
             .await
             .map_err(|e| classify("beginning", e))?;
-        Ok(Tx {
-            tx,
-            patience,
-            _writer: None,
-        })
+        Ok(Tx { conn, patience })
     }
 
     async fn claim(
@@ -115,15 +131,20 @@ impl Store for PostgresStore {
             keys: Vec::with_capacity(pending.len()),
             mark: None,
             outcome,
+            held: requests.iter().any(|request| request.own.is_some()),
         };
-        for _ in 0..MOVED {
-            let inserted = answer(tx.patience, insert(&self.sql, tx, &pending, outcome))
+        for round in 0..MOVED {
+            // First, what has no held row at all. What has one of another payload may run as well, and
+            // its commit finishes that row.
+            let any = round == 0;
+            let inserted = answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
                 .await
                 .map_err(classify_claim)?;
             for (question, xid) in inserted {
                 answers.insert(question, ClaimAnswer::New);
                 claims.keys.push(question.0);
                 claims.mark = Some(xid);
+                claims.held |= !any;
             }
             pending.retain(|r| !answers.contains_key(&r.question()));
             if pending.is_empty() {
@@ -155,52 +176,6 @@ impl Store for PostgresStore {
         Ok((in_request_order(requests, &answers, outcome), claims))
     }
 
-    async fn guard(&self, tx: &mut Tx<'_, Postgres>, claims: Claims) -> Result<Guarded, GuardError> {
-        let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
-        let patience = tx.patience;
-        let guarded = async {
-            let guard = sqlx::query(self.sql.guard.clone()).bind(&keys);
-            let row = guard.fetch_one(&mut **tx).await?;
-            let xid: Option<String> = row.try_get(0)?;
-            let ours = xid.is_some() && xid == claims.mark;
-            if ours && row.try_get(1)? {
-                let finished_as = match claims.outcome {
-                    Outcome::Processed => "replayed",
-                    Outcome::Discarded => "discarded",
-                };
-                sqlx::query(self.sql.finish.clone())
-                    .bind(&keys)
-                    .bind(xid)
-                    .bind(finished_as)
-                    .execute(&mut **tx)
-                    .await?;
-            }
-            Ok(ours)
-        };
-        match answer(patience, guarded).await {
-            Ok(true) => Ok(Guarded(())),
-            Ok(false) => Err(GuardError::Escaped(claims)),
-            Err(e) => {
-                let aborted = match code(&e).as_deref() {
-                    Some("25P02") => true,
-                    // A session is read-only outside our transactions. If the guard's error has
-                    // aborted a transaction, the handler made that one read-only; if not, the guard
-                    // ran in a transaction of its own.
-                    Some("25006") => answer(tx.patience, sqlx::query("SELECT 1").execute(&mut **tx))
-                        .await
-                        .is_err(),
-                    _ => return Err(GuardError::Store(classify("guarding", e))),
-                };
-                // What is aborted may be another transaction, begun after the handler's own COMMIT.
-                Err(if !aborted || self.is_committed(&claims).await {
-                    GuardError::Escaped(claims)
-                } else {
-                    GuardError::Aborted(classify("guarding", e))
-                })
-            }
-        }
-    }
-
     async fn is_committed(&self, claims: &Claims) -> bool {
         let status = sqlx::query("SELECT pg_xact_status($1::text::xid8)").bind(claims.mark.clone());
         match self.row("asking what became of a transaction", status).await {
@@ -210,9 +185,22 @@ impl Store for PostgresStore {
         }
     }
 
-    async fn commit(&self, tx: Tx<'_, Postgres>, _guarded: Guarded) -> Result<(), CommitError> {
-        let committed = answer(tx.patience, tx.tx.commit()).await;
-        committed.map_err(|e| match code(&e).as_deref() {
+    async fn commit(&self, mut tx: Tx<'_, Postgres>, claims: Claims, next: Next) -> Result<(), CommitError> {
+        if claims.held
+            && let Err(e) = answer(tx.patience, finish(&self.sql, &mut tx, &claims)).await
+        {
+            return Err(self.refused(tx, claims, e).await);
+        }
+        let e = match self.guard_and_commit(&mut tx, &claims, next).await {
+            Ok(()) => return Ok(()),
+            Err(Stopped::Guarding(e)) => return Err(self.refused(tx, claims, e).await),
+            Err(Stopped::Committing(e)) => e,
+        };
+        if e.as_database_error().is_some() {
+            // The server has rolled back what it refuses to commit.
+            tx.conn.open = None;
+        }
+        Err(match code(&e).as_deref() {
             Some("40001" | "40P01") => CommitError::Contention(classify("committing", e)),
             // Deferred constraints (23), and what deferred triggers raise of their own (22, P0).
             Some(code) if ["22", "23", "P0"].iter().any(|class| code.starts_with(class)) => {
@@ -220,6 +208,17 @@ impl Store for PostgresStore {
             }
             _ => CommitError::Unknown(classify("committing", e).with_kind(StoreErrorKind::Unavailable)),
         })
+    }
+
+    async fn rollback(&self, conn: &mut Connection<Postgres>) -> Result<(), StoreError> {
+        if conn.open.is_some() {
+            let rollback = sqlx::raw_sql("ROLLBACK").execute(&mut *conn.conn);
+            answer(GRACE, rollback)
+                .await
+                .map_err(|e| classify("rolling back", e))?;
+            conn.open = None;
+        }
+        Ok(())
     }
 
     async fn abandon(&self, conn: Connection<Postgres>) {
@@ -267,6 +266,88 @@ impl Store for PostgresStore {
     }
 }
 
+/// Which of the two statements that are sent together has failed.
+enum Stopped {
+    Guarding(sqlx::Error),
+    /// Or nobody knows which.
+    Committing(sqlx::Error),
+}
+
+impl PostgresStore {
+    /// The guard and COMMIT in one message: where the guard raises an error, the server does not come to
+    /// COMMIT. A lane that has more to do begins its next transaction by the same message. sqlx would
+    /// take a round trip for each.
+    async fn guard_and_commit(
+        &self,
+        tx: &mut Tx<'_, Postgres>,
+        claims: &Claims,
+        next: Next,
+    ) -> Result<(), Stopped> {
+        let mut message = self.sql.guard_and_commit(claims, self.pooler);
+        let begin = tx.conn.limits.as_ref().filter(|_| next == Next::Begin);
+        if let Some(limits) = begin {
+            message.push_str("; ");
+            message.push_str(begin_statement(limits));
+        }
+        let ahead = begin.is_some();
+        let patience = tx.patience;
+        let mut done = 0;
+        let sent = async {
+            let mut answers = sqlx::raw_sql(AssertSqlSafe(message)).fetch_many(&mut **tx);
+            while let Some(answer) = answers.try_next().await? {
+                done += usize::from(answer.is_left());
+            }
+            Ok(())
+        };
+        match (answer(patience, sent).await, done) {
+            (Ok(()), _) => {
+                tx.conn.open = ahead.then_some(Open { ahead, _writer: None });
+                Ok(())
+            }
+            (Err(e), 0) if e.as_database_error().is_some() => Err(Stopped::Guarding(e)),
+            (Err(e), 0 | 1) => Err(Stopped::Committing(e)),
+            // Committed. The connection still counts as inside a transaction, and is given up for that.
+            (Err(_), _) => Ok(()),
+        }
+    }
+
+    /// What an error before COMMIT says about the transaction.
+    async fn refused(&self, mut tx: Tx<'_, Postgres>, claims: Claims, e: sqlx::Error) -> CommitError {
+        let aborted = match code(&e).as_deref() {
+            Some("25P02") => true,
+            // Or not even our session: the guard was never prepared in it.
+            Some(NOT_OURS | "26000") => false,
+            // It came after the claim; run again, the event is found held.
+            Some(HELD) => {
+                let held = StoreError::new(StoreErrorKind::Contention, "a copy of the event is held");
+                return CommitError::Contention(held);
+            }
+            // A session is read-only outside our transactions. If this error has aborted a transaction,
+            // the handler made that one read-only; if not, the statement ran in one of its own.
+            Some("25006") => answer(tx.patience, sqlx::query("SELECT 1").execute(&mut *tx))
+                .await
+                .is_err(),
+            _ => return CommitError::Store(classify("guarding", e)),
+        };
+        // What is aborted may be another transaction, begun after the handler's own COMMIT.
+        if !aborted || self.is_committed(&claims).await {
+            CommitError::Escaped(claims)
+        } else {
+            CommitError::Aborted(classify("guarding", e))
+        }
+    }
+}
+
+async fn send_begin(conn: &mut Connection<Postgres>, begin: SqlStr) -> Result<(), sqlx::Error> {
+    if conn.counted {
+        sqlx::raw_sql(begin).execute(&mut *conn.conn).await?;
+    } else {
+        std::mem::forget(conn.conn.begin_with(begin).await?);
+        conn.counted = true;
+    }
+    Ok(())
+}
+
 fn begin_statement(limits: &Limits) -> &'static str {
     match limits.isolation {
         Isolation::ReadCommitted => "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE",
@@ -298,6 +379,7 @@ async fn insert(
     tx: &mut Tx<'_, Postgres>,
     requests: &[&ClaimRequest<'_>],
     outcome: Outcome,
+    any: bool,
 ) -> Result<Vec<(Question, String)>, sqlx::Error> {
     let Some(first) = requests.first() else {
         return Ok(Vec::new());
@@ -312,6 +394,7 @@ async fn insert(
             .bind(first.own.map(|lease| lease.id))
             .bind(first.own.map(|lease| lease.token))
             .bind(outcome.as_str())
+            .bind(any)
             .fetch_optional(&mut **tx)
             .await?;
         return Ok(xid.into_iter().map(|xid| (first.question(), xid)).collect());
@@ -328,11 +411,28 @@ async fn insert(
         .bind(own)
         .bind(tokens)
         .bind(outcome.as_str())
+        .bind(any)
         .fetch_all(&mut **tx)
         .await?
         .into_iter()
         .map(|row| Ok((question(&row)?, row.try_get(2)?)))
         .collect()
+}
+
+/// Finishes the held rows of the claimed events; in a transaction that is not the claims' it finds none.
+async fn finish(sql: &Sql, tx: &mut Tx<'_, Postgres>, claims: &Claims) -> Result<(), sqlx::Error> {
+    let finished_as = match claims.outcome {
+        Outcome::Processed => "replayed",
+        Outcome::Discarded => "discarded",
+    };
+    let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
+    sqlx::query(sql.finish.clone())
+        .bind(keys)
+        .bind(&claims.mark)
+        .bind(finished_as)
+        .execute(&mut **tx)
+        .await?;
+    Ok(())
 }
 
 async fn read(

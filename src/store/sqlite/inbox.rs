@@ -191,7 +191,7 @@ impl SqliteStore {
             if park_claim(&mut tx, parked, key, identity).await? {
                 claimed = Some(key);
             } else if !parked.escaped {
-                tx.rollback().await.map_err(|e| classify("rolling back", e))?;
+                self.rollback(conn).await?;
                 return Ok(Parking::Duplicate);
             }
         }

@@ -22,10 +22,11 @@ mod tests;
 mod transaction;
 
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlx::sqlite::{Sqlite, SqlitePool};
+use sqlx::sqlite::{Sqlite, SqliteConnection, SqlitePool};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 pub use options::SqliteOptions;
@@ -93,38 +94,55 @@ impl SqliteStore {
     }
 
     /// Begins a write beside the work.
-    async fn begin_reserve(&self, doing: &str) -> Result<Tx<'static, Sqlite>, StoreError> {
+    async fn begin_reserve(&self, doing: &str) -> Result<Beside, StoreError> {
         let writer = self.writer(PATIENCE).await?;
         let tx = self
             .reserve
             .begin_with(sql::BEGIN)
             .await
             .map_err(|e| classify_begin(doing, e))?;
-        Ok(Tx {
-            tx,
-            patience: PATIENCE,
-            _writer: Some(writer),
-        })
+        Ok(Beside { tx, _writer: writer })
     }
 
     /// Commits a lane's transaction, which its connection's hook would not let pass by itself.
     async fn commit_lane(&self, tx: Tx<'_, Sqlite>) -> Result<(), sqlx::Error> {
-        let Some(sessions) = &self.sessions else {
-            return commit(tx).await;
-        };
-        let Tx { tx, _writer, .. } = tx;
-        sessions.let_commit(true);
-        let result = tx.commit().await;
+        if let Some(sessions) = &self.sessions {
+            sessions.let_commit(true);
+        }
+        let committed = sqlx::raw_sql("COMMIT").execute(&mut *tx.conn.conn).await;
         // Before the right to write goes to the next, whose permission this would take away.
-        sessions.let_commit(false);
-        result
+        if let Some(sessions) = &self.sessions {
+            sessions.let_commit(false);
+        }
+        committed?;
+        tx.conn.open = None;
+        Ok(())
     }
 }
 
-/// Commits, and gives up the right to write after the transaction has ended.
-async fn commit(tx: Tx<'_, Sqlite>) -> Result<(), sqlx::Error> {
-    let Tx { tx, _writer, .. } = tx;
+/// A write beside the work. The right to write is given up after the transaction has ended.
+struct Beside {
+    tx: sqlx::Transaction<'static, Sqlite>,
+    _writer: OwnedSemaphorePermit,
+}
+
+async fn commit(write: Beside) -> Result<(), sqlx::Error> {
+    let Beside { tx, _writer } = write;
     tx.commit().await
+}
+
+impl Deref for Beside {
+    type Target = SqliteConnection;
+
+    fn deref(&self) -> &SqliteConnection {
+        &self.tx
+    }
+}
+
+impl DerefMut for Beside {
+    fn deref_mut(&mut self) -> &mut SqliteConnection {
+        &mut self.tx
+    }
 }
 
 impl fmt::Debug for SqliteStore {

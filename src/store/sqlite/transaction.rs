@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::sqlite::{Sqlite, SqliteConnection};
-use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Row as _};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Row as _, SqlSafeStr};
 
 use super::classify::{COMMIT_HOOK, READ_ONLY, classify, classify_begin, code, primary};
 use super::options::{IN_MEMORY, RESERVE};
@@ -10,8 +10,8 @@ use super::{SqliteStore, sql};
 use crate::event::EventKey;
 use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
-    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GuardError, Guarded, HeldState,
-    Limits, Outcome, Store, StoreError, StoreErrorKind, Tx,
+    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, HeldState, Limits, Next, Open,
+    Outcome, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How long a probe, or the end of a stuck statement, may take.
@@ -43,6 +43,8 @@ impl Store for SqliteStore {
             .acquire()
             .await
             .map_err(|e| classify("taking a connection", e))?;
+        // Not for others any more: when its lane is done with it, it is closed.
+        conn.close_on_drop();
         let (foreign_keys, file): (bool, Option<String>) = sqlx::query_as(
             "SELECT (SELECT foreign_keys FROM pragma_foreign_keys), \
                     (SELECT file FROM pragma_database_list WHERE name = 'main')",
@@ -73,6 +75,8 @@ impl Store for SqliteStore {
             conn,
             session,
             limits: None,
+            open: None,
+            counted: false,
         })
     }
 
@@ -81,22 +85,26 @@ impl Store for SqliteStore {
         conn: &'c mut Connection<Sqlite>,
         limits: &Limits,
     ) -> Result<Tx<'c, Sqlite>, StoreError> {
+        conn.must_be_clean()?;
         // First the queue of this process, which is in order, then SQLite's own wait for other processes.
         let writer = self.writer(limits.lock_timeout).await?;
         let begin = AssertSqlSafe(begin_statement(limits));
-        let tx = conn
-            .conn
-            .begin_with(begin)
-            .await
-            .map_err(|e| classify_begin("beginning", e))?;
+        // From here on it may have begun, whether or not anybody waits for the answer.
+        conn.open = Some(Open {
+            ahead: false,
+            _writer: Some(writer),
+        });
+        if let Err(e) = send_begin(conn, begin).await {
+            conn.open = None;
+            return Err(classify_begin("beginning", e));
+        }
         // We hold the write lock now, so a permission that still stands is that of a COMMIT never sent.
         if let Some(sessions) = &self.sessions {
             sessions.let_commit(false);
         }
         Ok(Tx {
-            tx,
+            conn,
             patience: limits.patience(),
-            _writer: Some(writer),
         })
     }
 
@@ -114,6 +122,7 @@ impl Store for SqliteStore {
             keys: Vec::with_capacity(requests.len()),
             mark: None,
             outcome,
+            held: false,
         };
         // One by one: a statement costs no round trip here, and no other writer can come between.
         for request in requests {
@@ -138,48 +147,13 @@ impl Store for SqliteStore {
         Ok((in_request_order(requests, &answers, outcome), claims))
     }
 
-    async fn guard(&self, tx: &mut Tx<'_, Sqlite>, claims: Claims) -> Result<Guarded, GuardError> {
-        let guarding = |e| GuardError::Store(classify("guarding", e));
-        let finished_as = match claims.outcome {
-            Outcome::Processed => "replayed",
-            Outcome::Discarded => "discarded",
-        };
-        let keys = hex_keys(&claims.keys);
-        let unmarked = match sqlx::query(sql::GUARD)
-            .bind(&keys)
-            .bind(&claims.mark)
-            .execute(&mut **tx)
-            .await
-        {
-            Ok(done) => done.rows_affected(),
-            // It was a transaction of its own, which our hook did not let commit.
-            Err(e) if code(&e) == Some(COMMIT_HOOK) => 0,
-            // The claim could be written, so it is the handler that has forbidden writing since.
-            Err(e) if code(&e) == Some(READ_ONLY) => {
-                return Err(GuardError::Aborted(classify("guarding", e)));
-            }
-            Err(e) => return Err(guarding(e)),
-        };
-        // Also where SQLite itself rolled back (a full disk, RAISE(ROLLBACK)) and the handler swallowed
-        // the error: what it wrote after that was outside any transaction, as after its own ROLLBACK.
-        if unmarked == 0 || unmarked != claims.keys.len() as u64 {
-            return Err(GuardError::Escaped(claims));
-        }
-        sqlx::query(sql::FINISH)
-            .bind(&keys)
-            .bind(finished_as)
-            .execute(&mut **tx)
-            .await
-            .map_err(guarding)?;
-        Ok(Guarded(()))
-    }
-
     async fn is_committed(&self, _claims: &Claims) -> bool {
         // The mark does not let a handler's COMMIT through, so what failed has left nothing.
         false
     }
 
-    async fn commit(&self, tx: Tx<'_, Sqlite>, _guarded: Guarded) -> Result<(), CommitError> {
+    async fn commit(&self, mut tx: Tx<'_, Sqlite>, claims: Claims, _next: Next) -> Result<(), CommitError> {
+        guard(&mut tx, claims).await?;
         // A refused COMMIT leaves the transaction open; it is rolled back when it is dropped.
         self.commit_lane(tx).await.map_err(|e| match primary(&e) {
             // Without WAL, COMMIT waits for readers.
@@ -188,6 +162,18 @@ impl Store for SqliteStore {
             Some(19) => CommitError::Refused(classify("committing", e)),
             _ => CommitError::Unknown(classify("committing", e).with_kind(StoreErrorKind::Unavailable)),
         })
+    }
+
+    async fn rollback(&self, conn: &mut Connection<Sqlite>) -> Result<(), StoreError> {
+        if conn.open.is_some() {
+            // SQLite may have done it by itself (a full disk, RAISE(ROLLBACK)), and so may the handler.
+            let rollback = sqlx::raw_sql("ROLLBACK").execute(&mut *conn.conn);
+            answer(GRACE, rollback)
+                .await
+                .map_err(|e| classify("rolling back", e))?;
+            conn.open = None;
+        }
+        Ok(())
     }
 
     async fn abandon(&self, conn: Connection<Sqlite>) {
@@ -247,6 +233,16 @@ impl Store for SqliteStore {
     }
 }
 
+async fn send_begin(conn: &mut Connection<Sqlite>, begin: impl SqlSafeStr) -> Result<(), sqlx::Error> {
+    if conn.counted {
+        sqlx::raw_sql(begin).execute(&mut *conn.conn).await?;
+    } else {
+        std::mem::forget(conn.conn.begin_with(begin).await?);
+        conn.counted = true;
+    }
+    Ok(())
+}
+
 /// The transaction, that it may write, and the one limit that SQLite knows: how long to wait for
 /// another process.
 fn begin_statement(limits: &Limits) -> String {
@@ -255,6 +251,44 @@ fn begin_statement(limits: &Limits) -> String {
         "PRAGMA query_only = OFF; PRAGMA busy_timeout = {ms}; {}",
         sql::BEGIN
     )
+}
+
+/// The last statements before commit: prove that this is still the claims' own transaction and alive,
+/// and finish the held rows of its events.
+async fn guard(tx: &mut Tx<'_, Sqlite>, claims: Claims) -> Result<(), CommitError> {
+    let guarding = |e| CommitError::Store(classify("guarding", e));
+    let finished_as = match claims.outcome {
+        Outcome::Processed => "replayed",
+        Outcome::Discarded => "discarded",
+    };
+    let keys = hex_keys(&claims.keys);
+    let unmarked = match sqlx::query(sql::GUARD)
+        .bind(&keys)
+        .bind(&claims.mark)
+        .execute(&mut **tx)
+        .await
+    {
+        Ok(done) => done.rows_affected(),
+        // It was a transaction of its own, which our hook did not let commit.
+        Err(e) if code(&e) == Some(COMMIT_HOOK) => 0,
+        // The claim could be written, so it is the handler that has forbidden writing since.
+        Err(e) if code(&e) == Some(READ_ONLY) => {
+            return Err(CommitError::Aborted(classify("guarding", e)));
+        }
+        Err(e) => return Err(guarding(e)),
+    };
+    // Also where SQLite itself rolled back (a full disk, RAISE(ROLLBACK)) and the handler swallowed
+    // the error: what it wrote after that was outside any transaction, as after its own ROLLBACK.
+    if unmarked == 0 || unmarked != claims.keys.len() as u64 {
+        return Err(CommitError::Escaped(claims));
+    }
+    sqlx::query(sql::FINISH)
+        .bind(&keys)
+        .bind(finished_as)
+        .execute(&mut **tx)
+        .await
+        .map_err(guarding)?;
+    Ok(())
 }
 
 async fn insert(

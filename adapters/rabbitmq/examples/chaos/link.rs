@@ -163,9 +163,10 @@ impl Wire {
     }
 }
 
-/// The client's message `Query("COMMIT")`, alone; what holds more is not a transaction of a lane.
+/// The end of a handler's transaction, which goes in one message with its guard.
 fn is_commit(bytes: &[u8]) -> bool {
-    bytes == b"Q\0\0\0\x0bCOMMIT\0"
+    const COMMIT: &[u8] = b"EXECUTE onlyonce_guard";
+    bytes.windows(COMMIT.len()).any(|window| window == COMMIT)
 }
 
 async fn connection(client: TcpStream, address: String, mut wire: Wire) {

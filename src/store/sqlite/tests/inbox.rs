@@ -264,6 +264,6 @@ async fn an_enqueue_in_a_handlers_transaction_goes_with_it() {
             .await
             .unwrap()
     );
-    tx.rollback().await.unwrap();
+    bench.store.rollback(&mut conn).await.unwrap();
     assert_eq!(bench.store.backlog("c").await.unwrap().due, 0);
 }

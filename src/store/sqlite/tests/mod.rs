@@ -18,7 +18,7 @@ use super::{SqliteOptions, SqliteStore, sql};
 use crate::Reason;
 use crate::event::{EventKey, Identity, PayloadHash, RawEvent};
 use crate::store::{
-    Attempt, ClaimAnswer, ClaimRequest, CommitError, Connection, GuardError, HeldState, Inbox, Lease, Limits,
+    Attempt, ClaimAnswer, ClaimRequest, CommitError, Connection, HeldState, Inbox, Lease, Limits, Next,
     Operations, Outcome, Parked, ParkedAs, Parking, PurgeCursor, Store, StoreError, StoreErrorKind, Tx,
 };
 
@@ -93,10 +93,9 @@ impl Bench {
             .unwrap();
         if !claims.is_empty() {
             sqlx::raw_sql(handler).execute(&mut *tx).await.unwrap();
-            let guarded = self.store.guard(&mut tx, claims).await.unwrap();
-            self.store.commit(tx, guarded).await.unwrap();
+            self.store.commit(tx, claims, Next::Rest).await.unwrap();
         } else {
-            tx.rollback().await.unwrap();
+            self.store.rollback(conn).await.unwrap();
         }
         assert!(conn.is_clean());
         answers[0]

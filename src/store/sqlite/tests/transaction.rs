@@ -24,14 +24,13 @@ async fn a_rolled_back_attempt_leaves_no_claim() {
     let mut conn = bench.store.open().await.unwrap();
     let event = Event::new("1", "a");
     let mut tx = bench.store.begin(&mut conn, &Limits::default()).await.unwrap();
-    let (_, claims) = bench
+    bench
         .store
         .claim(&mut tx, &[event.request()], Outcome::Processed)
         .await
         .unwrap();
     run(&mut tx, INSERT).await.unwrap();
-    bench.store.guard(&mut tx, claims).await.unwrap();
-    drop(tx);
+    bench.store.rollback(&mut conn).await.unwrap();
     assert_eq!((bench.claims().await, bench.effects().await), (0, 0));
     assert_eq!(bench.process(&mut conn, &event, INSERT).await, ClaimAnswer::New);
 }
@@ -84,8 +83,7 @@ async fn a_batch_is_answered_in_its_order_and_an_event_that_stands_twice_is_new_
         duplicate(true),
     ];
     assert_eq!(answers, expected);
-    let guarded = bench.store.guard(&mut tx, claims).await.unwrap();
-    bench.store.commit(tx, guarded).await.unwrap();
+    bench.store.commit(tx, claims, Next::Rest).await.unwrap();
     assert_eq!(bench.claims().await, 3);
 }
 
@@ -105,8 +103,7 @@ async fn a_large_batch_is_claimed_and_finished_in_one_transaction() {
         .await
         .unwrap();
     assert!(answers.iter().all(|answer| *answer == ClaimAnswer::New));
-    let guarded = bench.store.guard(&mut tx, claims).await.unwrap();
-    bench.store.commit(tx, guarded).await.unwrap();
+    bench.store.commit(tx, claims, Next::Rest).await.unwrap();
     assert_eq!(bench.claims().await, 1000);
     assert_eq!(bench.held().await.0, "replayed");
 }
@@ -130,8 +127,7 @@ async fn a_handlers_own_commit_is_refused_and_its_transaction_goes_on() {
         (0, 0),
         "nothing of it stands alone"
     );
-    let guarded = bench.store.guard(&mut tx, claims).await.unwrap();
-    bench.store.commit(tx, guarded).await.unwrap();
+    bench.store.commit(tx, claims, Next::Rest).await.unwrap();
     assert_eq!((bench.claims().await, bench.effects().await), (1, 1));
 }
 
@@ -152,10 +148,12 @@ async fn escape(bench: &Bench, store: &SqliteStore, handler: &[&'static str]) ->
         let _ = run(&mut tx, sql).await;
     }
     assert!(
-        matches!(store.guard(&mut tx, claims).await, Err(GuardError::Escaped(_))),
+        matches!(
+            store.commit(tx, claims, Next::Rest).await,
+            Err(CommitError::Escaped(_))
+        ),
         "{handler:?}"
     );
-    drop(tx);
     store.abandon(conn).await;
     assert_eq!(
         bench.held().await.0,
@@ -192,7 +190,7 @@ async fn on_a_pool_of_the_users_an_escape_is_noticed_as_well() {
 }
 
 #[tokio::test]
-async fn a_leaked_savepoint_leaves_the_connection_unclean_and_nothing_committed() {
+async fn a_savepoint_that_a_handler_forgets_is_committed_with_the_rest() {
     let bench = Bench::new().await;
     let mut conn = bench.store.open().await.unwrap();
     let event = Event::new("1", "a");
@@ -203,13 +201,26 @@ async fn a_leaked_savepoint_leaves_the_connection_unclean_and_nothing_committed(
         .await
         .unwrap();
     std::mem::forget(tx.begin().await.unwrap());
-    let guarded = bench.store.guard(&mut tx, claims).await.unwrap();
-    bench.store.commit(tx, guarded).await.unwrap();
-    assert!(!conn.is_clean());
-    bench.store.abandon(conn).await;
-    assert_eq!(bench.claims().await, 0);
-    let mut conn = bench.store.open().await.unwrap();
-    assert_eq!(bench.process(&mut conn, &event, INSERT).await, ClaimAnswer::New);
+    run(&mut tx, INSERT).await.unwrap();
+    bench.store.commit(tx, claims, Next::Rest).await.unwrap();
+    assert_eq!((bench.claims().await, bench.effects().await), (1, 1));
+
+    // What the next handler does to a savepoint of its own is still right.
+    let next = Event::new("2", "a");
+    let mut tx = bench.store.begin(&mut conn, &Limits::default()).await.unwrap();
+    let (_, claims) = bench
+        .store
+        .claim(&mut tx, &[next.request()], Outcome::Processed)
+        .await
+        .unwrap();
+    let mut nested = tx.begin().await.unwrap();
+    sqlx::query(INSERT).execute(&mut *nested).await.unwrap();
+    nested.rollback().await.unwrap();
+    let mut nested = tx.begin().await.unwrap();
+    sqlx::query(INSERT).execute(&mut *nested).await.unwrap();
+    nested.commit().await.unwrap();
+    bench.store.commit(tx, claims, Next::Rest).await.unwrap();
+    assert_eq!((bench.claims().await, bench.effects().await), (2, 2));
 }
 
 #[tokio::test]
@@ -230,11 +241,11 @@ async fn a_deferred_constraint_of_the_handlers_refuses_the_commit_and_nothing_st
         .await
         .unwrap();
     run(&mut tx, "INSERT INTO children VALUES (7)").await.unwrap();
-    let guarded = bench.store.guard(&mut tx, claims).await.unwrap();
     assert!(matches!(
-        bench.store.commit(tx, guarded).await,
+        bench.store.commit(tx, claims, Next::Rest).await,
         Err(CommitError::Refused(_))
     ));
+    bench.store.rollback(&mut conn).await.unwrap();
     assert_eq!(bench.claims().await, 0);
     assert_eq!(bench.process(&mut conn, &event, INSERT).await, ClaimAnswer::New);
 }
@@ -248,7 +259,7 @@ async fn a_business_claim_is_true_once_and_goes_with_its_transaction() {
         let first = bench.store.claim_once(&mut tx, "c", "paid", "7").await.unwrap();
         let second = bench.store.claim_once(&mut tx, "c", "paid", "7").await.unwrap();
         assert_eq!((first, second), expected);
-        tx.rollback().await.unwrap();
+        bench.store.rollback(&mut conn).await.unwrap();
     }
 }
 
@@ -275,7 +286,6 @@ async fn a_statement_that_was_cut_off_does_not_keep_the_write_lock() {
             .is_err()
     );
     let cut = Instant::now();
-    drop(tx);
     bench.store.abandon(conn).await;
     let mut conn = bench.store.open().await.unwrap();
     assert_eq!(
@@ -296,11 +306,11 @@ async fn waiting_too_long_for_the_right_to_write_is_busy_here_and_across_process
         bench.store.open().await.unwrap(),
         bench.store.open().await.unwrap(),
     );
-    let tx = bench.store.begin(&mut a, &limits).await.unwrap();
+    bench.store.begin(&mut a, &limits).await.unwrap();
     let error = bench.store.begin(&mut b, &limits).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Busy);
     bench.store.probe().await.expect("a busy database is not down");
-    drop(tx);
+    bench.store.rollback(&mut a).await.unwrap();
 
     let mut outside = bench.outside().await;
     sqlx::raw_sql("BEGIN IMMEDIATE")
@@ -359,7 +369,7 @@ async fn a_full_disk_is_an_outage_and_leaves_nothing_behind() {
         full.expect("the disk is full").kind(),
         StoreErrorKind::Unavailable
     );
-    let _ = tx.rollback().await;
+    let _ = bench.store.rollback(&mut conn).await;
     bench.store.abandon(conn).await;
     assert_eq!(bench.claims().await, 0);
     let mut conn = bench.store.open().await.unwrap();
@@ -468,20 +478,15 @@ async fn once(store: &SqliteStore, conn: &mut Connection<Sqlite>, event: &Event)
         .claim(&mut tx, &[event.request()], Outcome::Processed)
         .await?;
     if claims.is_empty() {
-        tx.rollback().await.unwrap();
-        return Ok(());
+        return store.rollback(conn).await;
     }
     sqlx::query("INSERT INTO effects VALUES (?1)")
         .bind(&event.identity.id)
         .execute(&mut *tx)
         .await
         .unwrap();
-    let guarded = store.guard(&mut tx, claims).await.map_err(|e| match e {
-        GuardError::Store(e) => e,
-        other => panic!("{other:?}"),
-    })?;
-    store.commit(tx, guarded).await.map_err(|e| match e {
-        CommitError::Contention(e) => e,
+    store.commit(tx, claims, Next::Rest).await.map_err(|e| match e {
+        CommitError::Store(e) | CommitError::Contention(e) => e,
         other => panic!("{other:?}"),
     })
 }
@@ -494,9 +499,10 @@ async fn a_step_that_is_dropped_anywhere_leaves_the_connection_usable() {
         let dropped = Event::new(&format!("dropped {n}"), "x");
         let patience = Duration::from_micros(fastrand::u64(0..1500));
         let _ = tokio::time::timeout(patience, bench.process(&mut conn, &dropped, INSERT)).await;
-        if !conn.is_clean() {
-            // The rollback is on its way to the connection's thread.
-            sqlx::query("SELECT 1").execute(&mut *conn.conn).await.unwrap();
+        // As a lane does.
+        if bench.store.rollback(&mut conn).await.is_err() {
+            let spoiled = std::mem::replace(&mut conn, bench.store.open().await.unwrap());
+            bench.store.abandon(spoiled).await;
         }
         let good = Event::new(&format!("good {n}"), "x");
         assert_eq!(bench.process(&mut conn, &good, INSERT).await, ClaimAnswer::New);
