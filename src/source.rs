@@ -209,6 +209,9 @@ pub struct Capabilities {
     pub native_dead_letters: bool,
     /// The source reads this consumer's held events from `inbox` (no second reader is needed).
     pub reads_inbox: bool,
+    /// The broker names messages by itself, and an event without an id is identified by that: what
+    /// follows from it, for a warning at start. `None`: it does not.
+    pub weak_ids: Option<&'static str>,
 }
 
 impl Capabilities {
@@ -222,6 +225,7 @@ impl Capabilities {
             delays_release: false,
             native_dead_letters: false,
             reads_inbox: false,
+            weak_ids: None,
         }
     }
 }

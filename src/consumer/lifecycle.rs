@@ -70,7 +70,7 @@ impl<S: Inbox + Operations> Consumer<S> {
             ..
         } = self;
         let result = async {
-            if let Some(weakness) = shared.identity.weakness() {
+            if let Some(weakness) = shared.identity.weakness(source.capabilities().weak_ids) {
                 tracing::warn!(consumer = shared.name, weakness, "weak identity");
             }
             if !store_answers(&shared, &health, &stop).await? {

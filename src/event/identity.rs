@@ -127,7 +127,8 @@ type Extract = dyn Fn(&RawEvent) -> Result<Option<Identity>, IdentityError> + Se
 ///    framework carries ([`ignore_own_headers`](Self::ignore_own_headers) for queues that strangers write to);
 /// 3. CloudEvents, structured mode, then binary mode;
 /// 4. the broker's message property: AMQP `message_id`, with `app_id` or the exchange as its source;
-/// 5. by choice only, a hash of the body ([`or_content_hash`](Self::or_content_hash)), which is weak.
+/// 5. by choice only, a hash of the body ([`or_content_hash`](Self::or_content_hash)), which is weak;
+/// 6. what the broker itself calls the message, where it names messages (SQS, Kafka): weak.
 ///
 /// Otherwise the event is a dead letter, reason `missing_event_id`.
 #[derive(Clone)]
@@ -139,7 +140,7 @@ pub struct IdentityRules {
 }
 
 impl IdentityRules {
-    /// The levels that need no configuration: our headers, CloudEvents, the message property.
+    /// The levels that need no configuration: our headers, CloudEvents, the message property, the broker.
     pub fn auto() -> Self {
         Self {
             rule: None,
@@ -216,10 +217,14 @@ impl IdentityRules {
     }
 
     /// What to say at start-up about identities that may be weak.
-    pub(crate) fn weakness(&self) -> Option<&'static str> {
-        self.content_hash.then_some(
-            "events without an id are identified by their body: two different events with equal bodies count as one",
-        )
+    /// `native` is what its source says of the ids that its broker gives.
+    pub(crate) fn weakness(&self, native: Option<&'static str>) -> Option<&'static str> {
+        if self.content_hash {
+            return Some(
+                "events without an id are identified by their body: two different events with equal bodies count as one",
+            );
+        }
+        native.filter(|_| self.auto)
     }
 
     /// The identity of this event.
@@ -236,6 +241,12 @@ impl IdentityRules {
         }
         if self.content_hash {
             return content_hash(event);
+        }
+        if self.auto
+            && let Some(native) = &event.native
+        {
+            let id = text("broker's id", &native.id)?;
+            return Identity::checked(native.source.clone(), id, Strength::Weak);
         }
         Err(IdentityError::missing(
             "the event carries no id (publish with a message id or a CloudEvents id, or configure an identity rule)",
@@ -549,6 +560,42 @@ mod tests {
                 .id,
             "7"
         );
+    }
+
+    #[test]
+    fn what_the_broker_calls_a_message_is_the_last_resort_and_weak() {
+        let native = |e: RawEvent| RawEvent {
+            native: Some(PropertyId {
+                source: "kafka:orders".into(),
+                id: "paid/3/77@1700000000000".into(),
+            }),
+            ..e
+        };
+        let found = IdentityRules::auto().identify(&native(event(&[], "x"))).unwrap();
+        assert_eq!(
+            (found.source.as_str(), found.id.as_str(), found.strength),
+            ("kafka:orders", "paid/3/77@1700000000000", Strength::Weak)
+        );
+        assert_eq!(auto(&native(property(b"evt"))).unwrap().1, "evt");
+        assert_eq!(
+            auto(&native(property(b" "))),
+            Err(Reason::MissingEventId),
+            "a blank id does not fall through to it"
+        );
+        let hashed = IdentityRules::auto().or_content_hash();
+        let by_hash = hashed.identify(&native(event(&[], "x"))).unwrap();
+        assert!(by_hash.id.starts_with("sha256:"), "a choice wins over it");
+        let rule = IdentityRules::header("x-id", "api");
+        assert!(
+            rule.identify(&native(event(&[], "x"))).is_err(),
+            "a rule stands alone"
+        );
+
+        let said = Some("republished copies count as other events");
+        assert_eq!(IdentityRules::auto().weakness(said), said);
+        assert_eq!(rule.weakness(said), None);
+        assert_ne!(hashed.weakness(said), said);
+        assert_eq!(IdentityRules::auto().weakness(None), None);
     }
 
     #[test]

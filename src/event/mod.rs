@@ -51,16 +51,20 @@ pub struct RawEvent {
     pub time_ms: Option<i64>,
     /// The identity that the broker's message properties carry, if the protocol has such a property.
     pub property: Option<PropertyId>,
+    /// What the broker itself calls this message, if it names messages: weak, because the same event
+    /// published again has another.
+    pub native: Option<PropertyId>,
     /// Where this delivery came from.
     pub origin: Origin,
 }
 
-/// An identity from a message property, such as AMQP's `message_id`.
+/// An identity that is beside headers and body: from a message property, such as AMQP's `message_id`,
+/// or from the broker.
 #[derive(Debug, Clone)]
 pub struct PropertyId {
-    /// Whose ids these are: AMQP `app_id`, else the exchange.
+    /// Whose ids these are: AMQP `app_id`, else the exchange; a queue, a configured name.
     pub source: String,
-    /// The property's value, not yet checked.
+    /// The value, not yet checked.
     pub id: Bytes,
 }
 

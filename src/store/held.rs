@@ -188,6 +188,7 @@ pub(crate) fn reduced(event: &RawEvent) -> RawEvent {
         headers,
         time_ms: None,
         property: None,
+        native: None,
         origin: Origin {
             system: event.origin.system,
             destination: storable(&event.origin.destination.escape_default().to_string(), 256),

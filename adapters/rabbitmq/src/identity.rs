@@ -57,6 +57,8 @@ fn raw_event(delivery: Delivery, queue: &str, key: &OrderingKey) -> RawEvent {
             .and_then(|seconds| i64::try_from(seconds).ok())
             .and_then(|seconds| seconds.checked_mul(1000)),
         property: property(&delivery, &headers),
+        // AMQP has no id that the broker gives.
+        native: None,
         origin: Origin {
             system: SYSTEM,
             destination: queue.to_owned(),

@@ -401,6 +401,7 @@ fn held_event(row: &SqliteRow, token: Uuid) -> Result<HeldEvent, sqlx::Error> {
             })?,
             time_ms: row.try_get("event_time_ms")?,
             property: None,
+            native: None,
             origin: Origin {
                 system: "onlyonce",
                 destination: "inbox".into(),
