@@ -222,3 +222,55 @@ async fn a_primary_that_became_a_standby_is_waited_for() {
     work.finish().await;
     server.end().await;
 }
+
+/// How much the server writes ahead for one event whose handler inserts a row: the claim, the row, both
+/// with their indexes, and the commit. It was 519 bytes when this was written.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_event_costs_less_than_a_kilobyte_of_wal() {
+    const EVENTS: usize = 2000;
+    let Some(server) = Server::start().await else {
+        return;
+    };
+    let stage = Stage::at(&server.url).await;
+    let mut eyes = <sqlx::PgConnection as sqlx::Connection>::connect(&server.url)
+        .await
+        .unwrap();
+    // Without whole pages after the next checkpoint, which say more of the clock than of the events.
+    sqlx::raw_sql("ALTER SYSTEM SET full_page_writes = off")
+        .execute(&mut eyes)
+        .await
+        .unwrap();
+    sqlx::raw_sql("ALTER SYSTEM SET autovacuum = off")
+        .execute(&mut eyes)
+        .await
+        .unwrap();
+    sqlx::raw_sql("SELECT pg_reload_conf()")
+        .execute(&mut eyes)
+        .await
+        .unwrap();
+    sqlx::raw_sql("CHECKPOINT").execute(&mut eyes).await.unwrap();
+    let mut written = async || -> i64 {
+        sqlx::query_scalar("SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")
+            .fetch_one(&mut eyes)
+            .await
+            .unwrap()
+    };
+    let (handler, _) = Scripted::applies(&stage);
+    let broker = Broker::new();
+    for event in stage::events(EVENTS) {
+        broker.publish(event);
+    }
+    let before = written().await;
+    let consumer = Consumer::builder("c", stage.store.clone())
+        .source(broker.source())
+        .handler(handler)
+        .lanes(4);
+    let running = Running::start(consumer);
+    soon("the acks", broker.drained()).await;
+    let each = (written().await - before) / EVENTS as i64;
+    running.stop().await;
+    assert_eq!(stage.effects().await.len(), EVENTS);
+    println!("{each} bytes of WAL an event");
+    assert!((300..1000).contains(&each), "{each} bytes of WAL an event");
+    server.end().await;
+}

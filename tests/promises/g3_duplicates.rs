@@ -533,18 +533,17 @@ fn say_what_duplicates_cause<S: TestStore>(stage: impl AsyncFn() -> Option<(Stag
 #[test]
 fn ten_thousand_duplicates_are_no_news_to_the_log_nor_an_error_to_postgresql() {
     let Some(url) = postgres_url() else { return };
-    let errors = Arc::new(std::sync::Mutex::new(Vec::new()));
-    let seen = errors.clone();
+    let wire = crate::wire::Wire::default();
     say_what_duplicates_cause(async || {
         let stage = PostgresStore::fresh().await?;
-        let watched = crate::wire::watch_errors(&url, seen.clone()).await;
+        let watched = wire.before(&url).await;
         let store = onlyonce::store::postgres::PostgresOptions::new(watched)
             .schema(&stage.schema)
             .connect()
             .unwrap();
         Some((stage, store))
     });
-    assert_eq!(*errors.lock().unwrap(), Vec::<String>::new());
+    assert_eq!(wire.errors(), Vec::<String>::new());
 }
 
 #[cfg(feature = "sqlite")]

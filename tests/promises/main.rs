@@ -21,6 +21,7 @@ mod g8_attempts;
 mod g9_outage;
 
 mod configuration;
+mod costs;
 mod limits;
 mod ordering;
 mod queue;

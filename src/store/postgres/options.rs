@@ -46,8 +46,10 @@ impl PostgresOptions {
         self
     }
 
-    /// A pooler in transaction mode (PgBouncer) stands between. Sessions are then not made read-only
-    /// by default, since a session setting would leak to other clients of the pooler.
+    /// A pooler in transaction mode stands between, such as PgBouncer, which must keep prepared
+    /// statements (1.21 and later, with `max_prepared_statements` above 0). Sessions are then not made
+    /// read-only by default, since a session setting would leak to other clients of the pooler; limits
+    /// are named by every transaction; and a lane begins no transaction ahead.
     pub fn behind_pooler(mut self) -> Self {
         self.pooler = true;
         self
@@ -81,6 +83,8 @@ impl PostgresOptions {
             .application_name("onlyonce")
             .disable_statement_logging();
         let (lanes, reserve) = if self.pooler {
+            // A startup parameter that poolers do not know; servers since 12 need none for exact numbers.
+            let base = base.extra_float_digits(None);
             (base.clone(), base)
         } else {
             let limit = STATEMENT_TIMEOUT.as_millis().to_string();

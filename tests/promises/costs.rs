@@ -1,0 +1,307 @@
+//! What one event costs on PostgreSQL, counted: the questions for whose answers a lane waits, and its
+//! commits. Times would say less and differ every day.
+
+use onlyonce::store::PostgresStore;
+use onlyonce::store::postgres::PostgresOptions;
+use onlyonce::testing::{Broker, event};
+use onlyonce::{BatchContext, BatchHandler, Bytes, Consumer, Event, HandlerError, async_trait};
+use sqlx::AssertSqlSafe;
+
+use crate::running::Running;
+use crate::stage::{Act, Scripted, Stage, events, postgres_url, soon};
+use crate::wire::{Asked, Wire};
+
+struct Counted {
+    stage: Stage<PostgresStore>,
+    wire: Wire,
+    store: PostgresStore,
+}
+
+impl Counted {
+    async fn new() -> Option<Self> {
+        let url = postgres_url()?;
+        let stage = Stage::at(&url).await;
+        let wire = Wire::default();
+        let store = PostgresOptions::new(wire.before(&url).await)
+            .schema(&stage.schema)
+            .connect()
+            .unwrap();
+        Some(Self { stage, wire, store })
+    }
+
+    fn lane(&self, broker: &Broker) -> onlyonce::consumer::ConsumerBuilder<PostgresStore> {
+        Consumer::builder("c", self.store.clone())
+            .source(broker.source())
+            .lanes(1)
+            .window(100)
+    }
+
+    /// The questions in their order, but for what a session asks once.
+    fn asked(&self) -> Vec<&'static str> {
+        let once = |text: &str| text.starts_with("SET ");
+        self.wire
+            .asked_by_lanes()
+            .iter()
+            .filter(|asked| **asked != Asked::ToPrepare)
+            .filter(|asked| !matches!(asked, Asked::Text(text) if once(text)))
+            .map(|asked| match asked {
+                Asked::Text(text) if text.contains("; COMMIT; BEGIN") => "guard, COMMIT, BEGIN",
+                Asked::Text(text) if text.ends_with("; COMMIT") => "guard, COMMIT",
+                Asked::Text(text) if text.starts_with("BEGIN") => "BEGIN",
+                Asked::Text(text) if text == "ROLLBACK" => "ROLLBACK",
+                Asked::Text(text) => panic!("{text:?}"),
+                Asked::Prepared => "statement",
+                Asked::ToPrepare | Asked::Ping => "nothing",
+            })
+            // Who it is, when it is opened.
+            .skip(1)
+            .collect()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_backlog_an_event_is_three_round_trips() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for event in events(50) {
+        broker.publish(event);
+    }
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let running = Running::start(counted.lane(&broker).handler(handler));
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+
+    // Claim, the handler's own, the commit.
+    let mut expected = vec!["BEGIN"];
+    for n in 0..50 {
+        let commit = if n < 49 {
+            "guard, COMMIT, BEGIN"
+        } else {
+            "guard, COMMIT"
+        };
+        expected.extend(["statement", "statement", commit]);
+    }
+    assert_eq!(counted.asked(), expected);
+    assert_eq!(counted.wire.errors(), Vec::<String>::new());
+    counted.stage.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn alone_an_event_is_four_round_trips_and_a_duplicate_too() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let running = Running::start(counted.lane(&broker).handler(handler));
+    for _ in 0..2 {
+        for event in events(5) {
+            broker.publish(event);
+            soon("the ack", broker.drained()).await;
+        }
+    }
+    running.stop().await;
+
+    let new = ["BEGIN", "statement", "statement", "guard, COMMIT"];
+    // What stands in its way is read by a second statement, and nothing is committed.
+    let duplicate = ["BEGIN", "statement", "statement", "ROLLBACK"];
+    assert_eq!(counted.asked(), [new.repeat(5), duplicate.repeat(5)].concat());
+    counted.stage.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_is_one_claim_and_one_commit() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for event in events(50) {
+        broker.publish(event);
+    }
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let running = Running::start(counted.lane(&broker).batch(10).handler(handler));
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+
+    let mut expected = vec!["BEGIN"];
+    for n in 0..5 {
+        expected.extend(["statement"; 11]);
+        expected.push(if n < 4 {
+            "guard, COMMIT, BEGIN"
+        } else {
+            "guard, COMMIT"
+        });
+    }
+    assert_eq!(counted.asked(), expected);
+    counted.stage.end().await;
+}
+
+struct AtOnce(String);
+
+#[async_trait]
+impl BatchHandler<sqlx::Postgres> for AtOnce {
+    type Payload = Bytes;
+
+    async fn handle(
+        &self,
+        cx: &mut BatchContext<'_, sqlx::Postgres>,
+        events: Vec<Event>,
+    ) -> Result<(), HandlerError> {
+        let ids: Vec<_> = events.into_iter().map(|event| event.identity.id).collect();
+        let insert = format!(
+            "INSERT INTO {}.effects (id) SELECT * FROM unnest($1::text[])",
+            self.0
+        );
+        sqlx::query(AssertSqlSafe(insert))
+            .bind(ids)
+            .execute(cx.tx())
+            .await?;
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_handlers_batch_costs_what_one_event_costs() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for event in events(50) {
+        broker.publish(event);
+    }
+    let handler = AtOnce(counted.stage.schema.clone());
+    let running = Running::start(counted.lane(&broker).batch(10).batch_handler(handler));
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+
+    let mut expected = vec!["BEGIN"];
+    for n in 0..5 {
+        let commit = if n < 4 {
+            "guard, COMMIT, BEGIN"
+        } else {
+            "guard, COMMIT"
+        };
+        expected.extend(["statement", "statement", commit]);
+    }
+    assert_eq!(counted.asked(), expected);
+    assert_eq!(counted.stage.effects().await.len(), 50);
+    counted.stage.end().await;
+}
+
+/// The transaction that was begun ahead is the next event's, and never one that waits for work.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_begun_ahead_is_used_or_rolled_back() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for n in 0..3 {
+        broker.publish(event(&format!("{n}"), "x"));
+    }
+    // Event 0 pauses the lane's neighbours for ever: a stop takes back what waits behind it.
+    let go_on = std::sync::Arc::new(tokio::sync::Notify::new());
+    let (handler, runs) = Scripted::new(&counted.stage, {
+        let go_on = go_on.clone();
+        move |_, event| match event.identity.id.as_str() {
+            "1" => Act::Wait(go_on.clone()),
+            _ => Act::Apply,
+        }
+    });
+    let running = Running::start(counted.lane(&broker).handler(handler));
+    runs.until_waiting(1).await;
+    // The lane is inside event 1, and 2 waits: its commit will begin ahead, unless there is a stop.
+    let stopping = tokio::spawn(running.stop());
+    until_released(&broker).await;
+    go_on.notify_one();
+    stopping.await.unwrap();
+    assert_eq!(
+        counted.asked(),
+        [
+            "BEGIN",
+            "statement",
+            "statement",
+            "guard, COMMIT, BEGIN",
+            "statement",
+            "statement",
+            "guard, COMMIT"
+        ]
+    );
+    counted.stage.end().await;
+}
+
+async fn until_released(broker: &Broker) {
+    crate::running::until("what was not started to go back", async || {
+        broker.stats().released == 1
+    })
+    .await;
+}
+
+/// Behind a pooler the next transaction may run in another session: nothing is left in one, and
+/// nothing is expected of one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn behind_a_pooler_every_transaction_brings_what_it_needs() {
+    let Some(url) = postgres_url() else { return };
+    let stage = Stage::at(&url).await;
+    let wire = Wire::default();
+    let store = PostgresOptions::new(wire.before(&url).await)
+        .schema(&stage.schema)
+        .behind_pooler()
+        .connect()
+        .unwrap();
+    let broker = Broker::new();
+    let (handler, _) = Scripted::new(&stage, |run, event| match (event.identity.id.as_str(), run) {
+        ("e1", 1) => Act::Fail("once".into()),
+        ("e2", _) => Act::by(|cx| {
+            Box::pin(async move {
+                sqlx::raw_sql("COMMIT").execute(cx.tx()).await?;
+                Ok(())
+            })
+        }),
+        _ => Act::Apply,
+    });
+    for event in events(5).into_iter().chain(events(1)) {
+        broker.publish(event);
+    }
+    let consumer = Consumer::builder("c", store)
+        .source(broker.source())
+        .handler(handler);
+    let running = Running::start(consumer.lanes(1).window(100));
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+
+    assert_eq!(stage.effects().await.len(), 4, "all but the one that escaped");
+    let letters = stage.held().await;
+    assert_eq!(letters.len(), 1);
+    assert_eq!(letters[0].reason.as_deref(), Some("transaction_escaped"));
+
+    let texts: Vec<_> = wire
+        .asked_by_lanes()
+        .into_iter()
+        .filter_map(|asked| match asked {
+            Asked::Text(text) => Some(text),
+            _ => None,
+        })
+        .collect();
+    let begins = texts.iter().filter(|text| text.starts_with("BEGIN"));
+    for begin in begins.clone() {
+        for limit in [
+            "lock_timeout",
+            "statement_timeout",
+            "idle_in_transaction_session_timeout",
+        ] {
+            assert!(begin.contains(&format!("SET LOCAL {limit}")), "{begin}");
+        }
+    }
+    let commits = texts.iter().filter(|text| text.ends_with("COMMIT"));
+    assert!(begins.count() >= commits.count());
+    let of_a_session = |text: &&String| {
+        ["SET ", "PREPARE", "EXECUTE", "DISCARD"]
+            .iter()
+            .any(|word| text.starts_with(word))
+            || text.contains("; BEGIN")
+    };
+    assert_eq!(texts.iter().find(of_a_session), None);
+    stage.end().await;
+}
