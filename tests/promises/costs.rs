@@ -198,7 +198,7 @@ async fn what_was_begun_ahead_is_used_or_rolled_back() {
     };
     let broker = Broker::new();
     for n in 0..3 {
-        broker.publish(event(&format!("{n}"), "x"));
+        broker.publish(event(format!("{n}"), "x"));
     }
     // Event 0 pauses the lane's neighbours for ever: a stop takes back what waits behind it.
     let go_on = std::sync::Arc::new(tokio::sync::Notify::new());

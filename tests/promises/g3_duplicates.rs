@@ -7,10 +7,11 @@ use onlyonce::inbox::{InboxSource, Queue};
 use onlyonce::store::{Isolation, PostgresStore};
 use onlyonce::testing::{Broker, deliver, event};
 use onlyonce::{OnMismatch, Ordering, RetryPolicy, Supervisor};
+use sqlx::{AssertSqlSafe, Connection as _, PgConnection};
 use tokio::sync::Notify;
 
 use crate::running::{Running, until};
-use crate::stage::{Act, Runs, Scripted, Stage, TestStore, events, postgres_url, soon};
+use crate::stage::{Act, Eyes, Runs, Scripted, Stage, TestStore, events, postgres_url, soon};
 
 on_each_store!(
     copies_run_once,
@@ -574,4 +575,77 @@ impl std::io::Write for Log {
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
+}
+
+/// A claim that waits for a parking sees the inbox as it was before. The handler runs, the guard finds
+/// the row, and run again the event is held; nothing of that run is left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_that_waited_behind_a_parking_is_held_and_leaves_nothing() {
+    let Some(stage) = PostgresStore::fresh().await else {
+        return;
+    };
+    let mut parking = PgConnection::connect(&postgres_url().unwrap()).await.unwrap();
+    let key = onlyonce::event::EventKey::of_event("c", "test", "x");
+    let hash = onlyonce::event::PayloadHash::of(Some(b"body"));
+    let run = async |parking: &mut PgConnection, sql: &str| {
+        let sql = sql.replace("{s}", &stage.schema);
+        sqlx::query(AssertSqlSafe(sql))
+            .bind(key.as_uuid())
+            .bind(hash.as_bytes())
+            .execute(parking)
+            .await
+            .unwrap();
+    };
+    sqlx::raw_sql("BEGIN").execute(&mut parking).await.unwrap();
+    run(
+        &mut parking,
+        "INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+         VALUES ($1, 'event', 'c', 'test', 'x', $2, 'processed')",
+    )
+    .await;
+
+    let (handler, runs) = Scripted::applies(&stage);
+    let broker = Broker::new();
+    broker.publish(event("x", "body"));
+    let running = Running::start(stage.consumer("c").handler(handler).source(broker.source()));
+    let blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid' AND pid IN
+                   (SELECT pid FROM pg_stat_activity WHERE query LIKE '%' || $1 || '%')";
+    until("the claim to wait", async || {
+        let Eyes::Postgres(eyes) = &stage.eyes else {
+            return false;
+        };
+        let waits: i64 = sqlx::query_scalar(blocked)
+            .bind(&stage.schema)
+            .fetch_one(eyes)
+            .await
+            .unwrap();
+        waits == 1
+    })
+    .await;
+    run(
+        &mut parking,
+        "INSERT INTO {s}.inbox (event_key, consumer, source, event_id, payload, payload_hash, headers, origin, state,
+             reason, dead_at, failures)
+         VALUES ($1, 'c', 'test', 'x', 'body', $2, '', 'elsewhere', 'dead', 'permanent_error', now(), '[]')",
+    )
+    .await;
+    run(
+        &mut parking,
+        "DELETE FROM {s}.processed_events WHERE event_key = $1 AND payload_hash = $2",
+    )
+    .await;
+    sqlx::raw_sql("COMMIT").execute(&mut parking).await.unwrap();
+
+    soon("the ack", broker.drained()).await;
+    running.stop().await;
+    assert_eq!(runs.attempts_of("x"), [1], "once, and that was no attempt");
+    assert!(stage.effects().await.is_empty());
+    assert_eq!(stage.processed("c").await, []);
+    let rows = stage.held().await;
+    assert_eq!(
+        (rows.len(), rows[0].state.as_str()),
+        (1, "dead"),
+        "as it was parked"
+    );
+    stage.end().await;
 }
