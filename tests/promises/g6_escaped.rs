@@ -405,6 +405,45 @@ mod postgres_only {
         stage.end().await;
     }
 
+    /// The rollback to it is sent with the guard's message, or rather before, and fails.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_savepoint_that_is_dropped_after_the_transaction_ended_escapes() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        for (name, ends) in [
+            ("rolls back", "ROLLBACK"),
+            ("commits", "COMMIT"),
+            ("commits and begins", "COMMIT; BEGIN READ WRITE"),
+        ] {
+            let drops = begins(&stage, move |conn| {
+                Box::pin(async move {
+                    let mut savepoint = conn.begin().await?;
+                    sqlx::raw_sql(ends).execute(&mut *savepoint).await?;
+                    drop(savepoint);
+                    Ok(())
+                })
+            });
+            assert_eq!(verdict(&stage, name, drops).await, escaped(), "{name}");
+        }
+        // Begun again, the savepoint is unknown and nothing of the first transaction stands.
+        let drops = begins(&stage, |conn| {
+            Box::pin(async {
+                let mut savepoint = conn.begin().await?;
+                sqlx::raw_sql("ROLLBACK; BEGIN READ WRITE")
+                    .execute(&mut *savepoint)
+                    .await?;
+                drop(savepoint);
+                Ok(())
+            })
+        });
+        assert_eq!(
+            verdict(&stage, "begins again", drops).await,
+            failed("transaction_aborted")
+        );
+        stage.end().await;
+    }
+
     /// `cx.tx()` is a mutable reference, and what is behind it can be exchanged.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn an_exchanged_connection_escapes() {

@@ -314,9 +314,11 @@ impl PostgresStore {
     /// What an error before COMMIT says about the transaction.
     async fn refused(&self, mut tx: Tx<'_, Postgres>, claims: Claims, e: sqlx::Error) -> CommitError {
         let aborted = match code(&e).as_deref() {
-            Some("25P02") => true,
-            // Or not even our session: the guard was never prepared in it.
-            Some(NOT_OURS | "26000") => false,
+            // Or the savepoint that a handler dropped is gone, with the transaction that had it.
+            Some("25P02" | "3B001") => true,
+            // Or no transaction at all (25P01), or not even our session: the guard was never prepared in
+            // it (26000).
+            Some(NOT_OURS | "25P01" | "26000") => false,
             // It came after the claim; run again, the event is found held.
             Some(HELD) => {
                 let held = StoreError::new(StoreErrorKind::Contention, "a copy of the event is held");
