@@ -2,6 +2,7 @@
 
 mod beside;
 mod classify;
+mod commit;
 mod inbox;
 mod name;
 mod operations;

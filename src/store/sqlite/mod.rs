@@ -12,6 +12,7 @@
 //!   for each other inside SQLite, which is slower and not in order of arrival.
 
 mod classify;
+mod commit;
 mod inbox;
 mod operations;
 mod options;
@@ -34,7 +35,7 @@ pub use options::SqliteOptions;
 use classify::classify_begin;
 use session::Sessions;
 
-use super::{StoreError, StoreErrorKind, Tx};
+use super::{StoreError, StoreErrorKind};
 
 /// How long a write beside the work (a lease, a letter, purge) waits for the handler that is running.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -102,21 +103,6 @@ impl SqliteStore {
             .await
             .map_err(|e| classify_begin(doing, e))?;
         Ok(Beside { tx, _writer: writer })
-    }
-
-    /// Commits a lane's transaction, which its connection's hook would not let pass by itself.
-    async fn commit_lane(&self, tx: Tx<'_, Sqlite>) -> Result<(), sqlx::Error> {
-        if let Some(sessions) = &self.sessions {
-            sessions.let_commit(true);
-        }
-        let committed = sqlx::raw_sql("COMMIT").execute(&mut *tx.conn.conn).await;
-        // Before the right to write goes to the next, whose permission this would take away.
-        if let Some(sessions) = &self.sessions {
-            sessions.let_commit(false);
-        }
-        committed?;
-        tx.conn.open = None;
-        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use sqlx::sqlite::{Sqlite, SqliteConnection};
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _, Row as _, SqlSafeStr};
 
-use super::classify::{COMMIT_HOOK, READ_ONLY, classify, classify_begin, code, primary};
+use super::classify::{classify, classify_begin, primary};
 use super::options::{IN_MEMORY, RESERVE};
 use super::{SqliteStore, sql};
 use crate::event::EventKey;
@@ -152,16 +152,8 @@ impl Store for SqliteStore {
         false
     }
 
-    async fn commit(&self, mut tx: Tx<'_, Sqlite>, claims: Claims, _next: Next) -> Result<(), CommitError> {
-        guard(&mut tx, claims).await?;
-        // A refused COMMIT leaves the transaction open; it is rolled back when it is dropped.
-        self.commit_lane(tx).await.map_err(|e| match primary(&e) {
-            // Without WAL, COMMIT waits for readers.
-            Some(5 | 6) => CommitError::Contention(classify("committing", e)),
-            // Deferred foreign keys.
-            Some(19) => CommitError::Refused(classify("committing", e)),
-            _ => CommitError::Unknown(classify("committing", e).with_kind(StoreErrorKind::Unavailable)),
-        })
+    async fn commit(&self, tx: Tx<'_, Sqlite>, claims: Claims, _next: Next) -> Result<(), CommitError> {
+        self.commit_behind_guard(tx, claims).await
     }
 
     async fn rollback(&self, conn: &mut Connection<Sqlite>) -> Result<(), StoreError> {
@@ -253,44 +245,6 @@ fn begin_statement(limits: &Limits) -> String {
     )
 }
 
-/// The last statements before commit: prove that this is still the claims' own transaction and alive,
-/// and finish the held rows of its events.
-async fn guard(tx: &mut Tx<'_, Sqlite>, claims: Claims) -> Result<(), CommitError> {
-    let guarding = |e| CommitError::Store(classify("guarding", e));
-    let finished_as = match claims.outcome {
-        Outcome::Processed => "replayed",
-        Outcome::Discarded => "discarded",
-    };
-    let keys = hex_keys(&claims.keys);
-    let unmarked = match sqlx::query(sql::GUARD)
-        .bind(&keys)
-        .bind(&claims.mark)
-        .execute(&mut **tx)
-        .await
-    {
-        Ok(done) => done.rows_affected(),
-        // It was a transaction of its own, which our hook did not let commit.
-        Err(e) if code(&e) == Some(COMMIT_HOOK) => 0,
-        // The claim could be written, so it is the handler that has forbidden writing since.
-        Err(e) if code(&e) == Some(READ_ONLY) => {
-            return Err(CommitError::Aborted(classify("guarding", e)));
-        }
-        Err(e) => return Err(guarding(e)),
-    };
-    // Also where SQLite itself rolled back (a full disk, RAISE(ROLLBACK)) and the handler swallowed
-    // the error: what it wrote after that was outside any transaction, as after its own ROLLBACK.
-    if unmarked == 0 || unmarked != claims.keys.len() as u64 {
-        return Err(CommitError::Escaped(claims));
-    }
-    sqlx::query(sql::FINISH)
-        .bind(&keys)
-        .bind(finished_as)
-        .execute(&mut **tx)
-        .await
-        .map_err(guarding)?;
-    Ok(())
-}
-
 async fn insert(
     tx: &mut Tx<'_, Sqlite>,
     request: &ClaimRequest<'_>,
@@ -336,15 +290,6 @@ async fn read(tx: &mut Tx<'_, Sqlite>, request: &ClaimRequest<'_>) -> Result<Fou
         _ => HeldState::Dead,
     });
     Ok(Found { processed, held })
-}
-
-/// Keys as a JSON array of hexadecimal texts.
-fn hex_keys(keys: &[EventKey]) -> String {
-    let texts: Vec<String> = keys
-        .iter()
-        .map(|key| format!("\"{}\"", key.as_uuid().simple()))
-        .collect();
-    format!("[{}]", texts.join(","))
 }
 
 pub(super) async fn has_table(conn: &mut SqliteConnection, table: &str) -> Result<bool, sqlx::Error> {

@@ -1,0 +1,135 @@
+//! The end of a handler's transaction: what goes before COMMIT, and what an error there means.
+
+use futures_util::TryStreamExt as _;
+use sqlx::AssertSqlSafe;
+use sqlx::postgres::Postgres;
+use uuid::Uuid;
+
+use super::classify::{classify, code};
+use super::sql::{HELD, NOT_OURS};
+use super::transaction::begin_statement;
+use super::{PostgresStore, Sql};
+use crate::event::EventKey;
+use crate::store::{
+    Claims, CommitError, Next, Open, Outcome, Store as _, StoreError, StoreErrorKind, Tx, answer,
+};
+
+/// Which of the two statements that are sent together has failed.
+enum Stopped {
+    Guarding(sqlx::Error),
+    /// Or nobody knows which.
+    Committing(sqlx::Error),
+}
+
+impl PostgresStore {
+    pub(super) async fn commit_behind_guard(
+        &self,
+        mut tx: Tx<'_, Postgres>,
+        claims: Claims,
+        next: Next,
+    ) -> Result<(), CommitError> {
+        if claims.held
+            && let Err(e) = answer(tx.patience, finish(&self.sql, &mut tx, &claims)).await
+        {
+            return Err(self.refused(tx, claims, e).await);
+        }
+        let e = match self.guard_and_commit(&mut tx, &claims, next).await {
+            Ok(()) => return Ok(()),
+            Err(Stopped::Guarding(e)) => return Err(self.refused(tx, claims, e).await),
+            Err(Stopped::Committing(e)) => e,
+        };
+        if e.as_database_error().is_some() {
+            // The server has rolled back what it refuses to commit.
+            tx.conn.open = None;
+        }
+        Err(match code(&e).as_deref() {
+            Some("40001" | "40P01") => CommitError::Contention(classify("committing", e)),
+            // Deferred constraints (23), and what deferred triggers raise of their own (22, P0).
+            Some(code) if ["22", "23", "P0"].iter().any(|class| code.starts_with(class)) => {
+                CommitError::Refused(classify("committing", e))
+            }
+            _ => CommitError::Unknown(classify("committing", e).with_kind(StoreErrorKind::Unavailable)),
+        })
+    }
+
+    /// The guard and COMMIT in one message: where the guard raises an error, the server does not come to
+    /// COMMIT. A lane that has more to do begins its next transaction by the same message. sqlx would
+    /// take a round trip for each.
+    async fn guard_and_commit(
+        &self,
+        tx: &mut Tx<'_, Postgres>,
+        claims: &Claims,
+        next: Next,
+    ) -> Result<(), Stopped> {
+        let mut message = self.sql.guard_and_commit(claims, self.pooler);
+        let begin = tx.conn.limits.as_ref().filter(|_| next == Next::Begin);
+        if let Some(limits) = begin {
+            message.push_str("; ");
+            message.push_str(begin_statement(limits));
+        }
+        let ahead = begin.is_some();
+        let patience = tx.patience;
+        let mut done = 0;
+        let sent = async {
+            let mut answers = sqlx::raw_sql(AssertSqlSafe(message)).fetch_many(&mut **tx);
+            while let Some(answer) = answers.try_next().await? {
+                done += usize::from(answer.is_left());
+            }
+            Ok(())
+        };
+        match (answer(patience, sent).await, done) {
+            (Ok(()), _) => {
+                tx.conn.open = ahead.then_some(Open { ahead, _writer: None });
+                Ok(())
+            }
+            (Err(e), 0) if e.as_database_error().is_some() => Err(Stopped::Guarding(e)),
+            (Err(e), 0 | 1) => Err(Stopped::Committing(e)),
+            // Committed. The connection still counts as inside a transaction, and is given up for that.
+            (Err(_), _) => Ok(()),
+        }
+    }
+
+    /// What an error before COMMIT says about the transaction.
+    async fn refused(&self, mut tx: Tx<'_, Postgres>, claims: Claims, e: sqlx::Error) -> CommitError {
+        let aborted = match code(&e).as_deref() {
+            // Or the savepoint that a handler dropped is gone, with the transaction that had it.
+            Some("25P02" | "3B001") => true,
+            // Or no transaction at all (25P01), or not even our session: the guard was never prepared in
+            // it (26000).
+            Some(NOT_OURS | "25P01" | "26000") => false,
+            // It came after the claim; run again, the event is found held.
+            Some(HELD) => {
+                let held = StoreError::new(StoreErrorKind::Contention, "a copy of the event is held");
+                return CommitError::Contention(held);
+            }
+            // A session is read-only outside our transactions. If this error has aborted a transaction,
+            // the handler made that one read-only; if not, the statement ran in one of its own.
+            Some("25006") => answer(tx.patience, sqlx::query("SELECT 1").execute(&mut *tx))
+                .await
+                .is_err(),
+            _ => return CommitError::Store(classify("guarding", e)),
+        };
+        // What is aborted may be another transaction, begun after the handler's own COMMIT.
+        if !aborted || self.is_committed(&claims).await {
+            CommitError::Escaped(claims)
+        } else {
+            CommitError::Aborted(classify("guarding", e))
+        }
+    }
+}
+
+/// Finishes the held rows of the claimed events; in a transaction that is not the claims' it finds none.
+async fn finish(sql: &Sql, tx: &mut Tx<'_, Postgres>, claims: &Claims) -> Result<(), sqlx::Error> {
+    let finished_as = match claims.outcome {
+        Outcome::Processed => "replayed",
+        Outcome::Discarded => "discarded",
+    };
+    let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
+    sqlx::query(sql.finish.clone())
+        .bind(keys)
+        .bind(&claims.mark)
+        .bind(finished_as)
+        .execute(&mut **tx)
+        .await?;
+    Ok(())
+}
