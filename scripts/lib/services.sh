@@ -65,7 +65,7 @@ action_up() {
     enter
     lock
     if is_running; then
-        load_ports
+        known_ports
         check_asked_ports
     else
         svc_after_stop # A server that ended by itself leaves its helpers behind.
@@ -92,7 +92,7 @@ action_down() {
 action_restart() {
     enter
     lock
-    load_ports || die "$service was never up; scripts/services up $service"
+    known_ports
     stop
     launch
     wait_until_usable || fail_with_logs "$service did not start"
@@ -125,7 +125,7 @@ action_status() {
 
 action_env() {
     enter
-    load_ports || die "$service was never up; scripts/services up $service"
+    known_ports
     svc_env
 }
 
@@ -308,6 +308,16 @@ load_ports() {
     while read -r name number; do
         ports[$name]=$number
     done <"$dir/ports"
+}
+
+# All ports of a service that has been up before.
+known_ports() {
+    local name default
+    load_ports || die "$service was never up; scripts/services up $service"
+    while read -r name default; do
+        [[ ${ports[$name]:-} ]] ||
+            die "$service was last started without its $name; scripts/services down $service, then up"
+    done < <(svc_ports)
 }
 
 choose_ports() {

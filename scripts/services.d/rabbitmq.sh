@@ -14,6 +14,7 @@ port 15673
 management_port 15674
 dist_port 15675
 epmd_port 15676
+tls_port 15677
 END
 }
 
@@ -21,7 +22,7 @@ END
 # server's user and directories.
 svc_find() {
     local candidate
-    command -v epmd >/dev/null || return 1
+    command -v epmd >/dev/null && command -v openssl >/dev/null || return 1
     while read -r candidate; do
         if [[ -x $candidate/rabbitmq-server && -x $candidate/rabbitmqctl ]]; then
             rmq_bin=$candidate
@@ -44,7 +45,7 @@ svc_install() {
     local units=rabbitmq-server
     # Erlang's package starts a port mapper. If that was there before, it is not ours to stop.
     dpkg -s erlang-base >/dev/null 2>&1 || units+=' epmd.socket epmd.service'
-    install_packages "$units" rabbitmq-server
+    install_packages "$units" rabbitmq-server openssl
 }
 
 # The name of the node is part of its data; so it is kept, even if the checkout moves.
@@ -59,6 +60,8 @@ svc_prepare() {
         (umask 077 && head -c 24 /dev/urandom | base64 | tr -dc 'A-Za-z0-9' >"$dir/home/.erlang.cookie")
         chmod 400 "$dir/home/.erlang.cookie"
     fi
+    [[ -s $dir/tls/server.pem ]] || create_certificates >"$dir/log/openssl.log" 2>&1 ||
+        fail_with_logs "the certificates could not be created"
     write_settings >"$dir/rabbitmq.conf"
     echo '[].' >"$dir/advanced.config"
     echo '[rabbitmq_management].' >"$dir/enabled_plugins"
@@ -66,10 +69,27 @@ svc_prepare() {
     write_ctl "$dir/rabbitmqctl"
 }
 
+# An authority that nobody else trusts, and a server's certificate of its.
+create_certificates() (
+    set -e
+    rm -rf "$dir/tls" && mkdir -p "$dir/tls" && cd "$dir/tls"
+    openssl req -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=tests of onlyonce' \
+        -keyout authority.key -out authority.pem
+    openssl req -newkey rsa:2048 -nodes -subj '/CN=localhost' -keyout server.key -out server.csr
+    printf '%s\n' 'subjectAltName = DNS:localhost' 'extendedKeyUsage = serverAuth' >server.ext
+    openssl x509 -req -in server.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 800 \
+        -extfile server.ext -out server.new
+    mv server.new server.pem
+)
+
 write_settings() {
     cat <<END
 # Written by scripts/services at every start.
 listeners.tcp.local = 127.0.0.1:${ports[port]}
+listeners.ssl.local = 127.0.0.1:${ports[tls_port]}
+ssl_options.cacertfile = $dir/tls/authority.pem
+ssl_options.certfile = $dir/tls/server.pem
+ssl_options.keyfile = $dir/tls/server.key
 management.tcp.ip = 127.0.0.1
 management.tcp.port = ${ports[management_port]}
 default_user = $rmq_user
@@ -197,6 +217,8 @@ svc_env() {
     print_export ONLYONCE_RABBITMQ_URL "amqp://$rmq_user:$rmq_password@127.0.0.1:${ports[port]}/%2f"
     print_export ONLYONCE_RABBITMQ_MANAGEMENT_URL \
         "http://$rmq_user:$rmq_password@127.0.0.1:${ports[management_port]}"
+    print_export ONLYONCE_RABBITMQ_TLS_URL "amqps://$rmq_user:$rmq_password@localhost:${ports[tls_port]}/%2f"
+    print_export ONLYONCE_RABBITMQ_TLS_CA "$dir/tls/authority.pem"
     print_export ONLYONCE_RABBITMQCTL "$dir/rabbitmqctl"
 }
 

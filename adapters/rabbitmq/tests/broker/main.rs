@@ -13,3 +13,5 @@ mod pausing;
 mod proxy;
 mod settling;
 mod stopping;
+#[cfg(feature = "tls")]
+mod tls;
