@@ -39,7 +39,8 @@ pub struct Queue<S> {
 pub enum Enqueued {
     /// It is in the queue.
     New,
-    /// An event of this identity is in the queue, or dead, already.
+    /// An event of this identity is in the queue, or dead, already; or, in a transaction of yours, it is
+    /// processed.
     Held,
 }
 

@@ -287,14 +287,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             ));
         }
         problems.range("batch", self.batch, 1, 10_000);
-        let window = self.window.unwrap_or_else(|| {
-            // One batch for each lane, and what it takes next: finished ones that are not acked yet,
-            // and those on their way from the broker, must not leave it without work.
-            let waiting = self.batch.max(3);
-            lanes
-                .saturating_mul(self.batch.saturating_add(waiting))
-                .clamp(1, 65_535)
-        });
+        let window = self.window.unwrap_or_else(|| window_of(lanes, self.batch));
         problems.range("window", window, 1, 65_535);
         problems.range("window_bytes", self.window_bytes, 1024, usize::MAX);
         problems.time(
@@ -415,7 +408,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
                 held.stopping = main.stopping.clone();
                 held.abort = main.abort.clone();
             }
-            let window = held_lanes.saturating_mul(self.batch).saturating_mul(2);
+            let window = window_of(held_lanes, self.batch);
             Held {
                 shared: held,
                 source: Box::new(inbox),
@@ -450,6 +443,15 @@ pub(crate) fn check_connections(problems: &mut Vec<String>, parts: &[(&'static s
             parts.join(", ")
         ));
     }
+}
+
+/// One batch for each lane, and what it takes next: finished ones that are not acked yet, and those on
+/// their way from the broker, must not leave it without work.
+fn window_of(lanes: usize, batch: usize) -> usize {
+    let waiting = batch.max(3);
+    lanes
+        .saturating_mul(batch.saturating_add(waiting))
+        .clamp(1, 65_535)
 }
 
 #[derive(Default)]

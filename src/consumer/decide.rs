@@ -26,6 +26,8 @@ pub(crate) enum Failure {
     Aborted(String),
     /// A constraint refused the handler's work at COMMIT.
     Refused(String),
+    /// The handler left its connection in the middle of something.
+    OutOfStep,
     /// The handler ended our transaction by itself; part of its work may stand. These were claimed in it.
     Escaped(Vec<EventKey>),
     /// A statement of ours lost against another transaction.
@@ -99,6 +101,7 @@ pub(crate) fn is_attempt(failure: &Failure, counts: &Counts, policy: &RetryPolic
         | Failure::Timeout(_)
         | Failure::Aborted(_)
         | Failure::Refused(_)
+        | Failure::OutOfStep
         | Failure::Escaped(_) => true,
         Failure::Contention(_)
         | Failure::Busy(_)
@@ -184,7 +187,8 @@ pub(crate) fn decide(
         | Failure::Panic(_)
         | Failure::Timeout(_)
         | Failure::Aborted(_)
-        | Failure::Refused(_) => retry(counts, policy, ordering),
+        | Failure::Refused(_)
+        | Failure::OutOfStep => retry(counts, policy, ordering),
     }
 }
 
@@ -220,6 +224,7 @@ impl Failure {
             Self::Timeout(_)
                 | Self::Stopped
                 | Self::Escaped(_)
+                | Self::OutOfStep
                 | Self::Unavailable(_)
                 | Self::UnknownCommit(_)
                 | Self::Handler {
@@ -261,6 +266,7 @@ impl Failure {
             Self::Timeout(_) => "timeout",
             Self::Aborted(_) => "transaction_aborted",
             Self::Refused(_) => "commit_refused",
+            Self::OutOfStep => "out_of_step",
             Self::Escaped(_) => "transaction_escaped",
             Self::Busy(_) => "busy",
             Self::Unavailable(_) => "unavailable",
@@ -284,6 +290,9 @@ impl Failure {
             Self::Escaped(_) => {
                 "the handler ended the framework's transaction itself (COMMIT or ROLLBACK through cx.tx()); part of its \
                  work may stand"
+            }
+            Self::OutOfStep => {
+                "the handler left its connection in the middle of a COPY (wait for finish() or abort(), also when time is up)"
             }
             Self::Stopped => "the stop's deadline cut the handler off",
         }
@@ -311,6 +320,7 @@ impl From<CommitError> for Failure {
                 "a failed statement was swallowed and the transaction is aborted: {e}"
             )),
             CommitError::Escaped(claims) => Self::Escaped(claims.keys),
+            CommitError::OutOfStep => Self::OutOfStep,
             CommitError::Store(e) => e.into(),
             CommitError::Refused(e) => Self::Refused(e.to_string()),
             CommitError::Contention(e) => Self::Contention(e.to_string()),
@@ -369,6 +379,7 @@ mod tests {
             (Failure::Timeout(text()), 4, Unordered, "hold"),
             (Failure::Aborted(text()), 1, Unordered, "again"),
             (Failure::Refused(text()), 8, Unordered, "retries_exhausted"),
+            (Failure::OutOfStep, 1, PerKey, "again"),
             (Failure::Escaped(Vec::new()), 1, Unordered, "transaction_escaped"),
             (
                 handler(FailureKind::Permanent, Fault::Own),

@@ -17,7 +17,7 @@ use super::window::{Window, locked};
 use crate::crash::CrashPoint;
 use crate::event::{EventKey, Identity, IdentityRules, PayloadHash};
 use crate::handler::Run;
-use crate::source::{Delivery, Settlement};
+use crate::source::{Delivery, Settle, Settlement};
 use crate::store::{ClaimRequest, Connection, Inbox, Limits, Next, Store, Tx};
 use crate::telemetry::{self, Outcome as Became};
 
@@ -102,6 +102,13 @@ pub(crate) struct Lane<S: Store> {
     pub(crate) seat: Seat,
 }
 
+/// What became of the work that a lane had.
+pub(crate) struct Done {
+    /// The lane, if the window has not been told yet.
+    pub(crate) lane: Option<usize>,
+    pub(crate) settlements: Vec<Settlement>,
+}
+
 /// A lane's place at the window, where its work waits.
 pub(crate) struct Seat {
     pub(crate) index: usize,
@@ -128,10 +135,18 @@ impl<S: Inbox> Lane<S> {
         }
     }
 
-    /// Is done with some work, and takes the next if there is any.
-    pub(crate) fn finish(&self, settlements: &mut Vec<Settlement>) -> Option<Vec<Delivery>> {
+    /// Is done with some work, and takes the next if there is any. What was given back is for the loop to
+    /// finish: it alone knows what has come of the same key meanwhile and has to go back as well.
+    pub(crate) fn finish(&self, mut settlements: Vec<Settlement>) -> (Done, Option<Vec<Delivery>>) {
+        let acked = settlements.iter().all(|done| done.verdict == Settle::Ack);
+        if !acked {
+            let lane = Some(self.seat.index);
+            return (Done { lane, settlements }, None);
+        }
         let takes_more = self.shared.takes_work();
-        locked(&self.seat.window).finish(self.seat.index, settlements, takes_more)
+        let next = locked(&self.seat.window).finish(self.seat.index, &mut settlements, takes_more);
+        let lane = None;
+        (Done { lane, settlements }, next)
     }
 
     /// Has nothing to do: no transaction stays open for it.

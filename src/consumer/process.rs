@@ -18,7 +18,7 @@ use crate::event::EventKey;
 use crate::handler::{Item, Progress};
 use crate::reason::Reason;
 use crate::source::{Delivery, Settlement};
-use crate::store::{ClaimAnswer, CommitError, Inbox, Outcome, Tx};
+use crate::store::{ClaimAnswer, CommitError, Connection, Inbox, Outcome, Tx};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Takes deliveries through to their settlements: all in one transaction if that succeeds, one by
@@ -84,6 +84,9 @@ pub(super) async fn attempt<S: Inbox>(
     outcome: Outcome,
 ) -> Result<Vec<ClaimAnswer>, Failure> {
     let result = transaction(lane, events, outcome).await;
+    if result.is_ok() && lane.conn.as_ref().is_some_and(Connection::is_in_doubt) {
+        lane.recycle(true).await;
+    }
     if let Err(failure) = &result {
         // Nothing of the attempt may outlive it: no lock, no open transaction, no running statement.
         lane.recycle(failure.spoils_connection()).await;

@@ -10,7 +10,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
 use super::error::RunError;
 use super::health::LoopHealth;
-use super::lane::{Lane, Seat, Shared};
+use super::lane::{Done, Lane, Seat, Shared};
 use super::policy::Ordering;
 use super::process::process;
 use super::window::{Window, locked};
@@ -74,7 +74,7 @@ pub(crate) async fn run<S: Inbox>(
         tokio::select! {
             biased;
             // Settle before anything new is taken.
-            Some(settlements) = lanes.done.recv() => intake.settle_all(settlements, &mut lanes).await,
+            Some(done) = lanes.done.recv() => intake.settle_all(done, &mut lanes).await,
             Some(ended) = lanes.tasks.join_next() => {
                 intake.stop().await;
                 return Err(RunError::lane_died(&shared.name, ended.err()));
@@ -177,12 +177,26 @@ impl<'a, S: Inbox> Intake<'a, S> {
         self.closed || waited >= FLUSH
     }
 
-    async fn settle_all(&mut self, mut settlements: Vec<Settlement>, lanes: &mut Lanes) {
+    async fn settle_all(&mut self, first: Done, lanes: &mut Lanes) {
         self.last_arrival = Instant::now();
+        let mut settlements = self.done(first);
         while let Ok(more) = lanes.done.try_recv() {
-            settlements.extend(more);
+            settlements.extend(self.done(more));
         }
+        // The lanes go on while the source is told.
+        self.hand_out(lanes);
         self.settle(settlements).await;
+    }
+
+    fn done(&mut self, done: Done) -> Vec<Settlement> {
+        let Done {
+            lane,
+            mut settlements,
+        } = done;
+        if let Some(lane) = lane {
+            self.window().finish(lane, &mut settlements, false);
+        }
+        settlements
     }
 
     async fn take(&mut self, incoming: Result<Incoming, SourceError>) {
@@ -334,7 +348,7 @@ impl Breaks {
 /// The lanes' tasks and the two channels by which they are spoken to.
 struct Lanes {
     work: Vec<mpsc::Sender<Vec<Delivery>>>,
-    done: mpsc::UnboundedReceiver<Vec<Settlement>>,
+    done: mpsc::UnboundedReceiver<Done>,
     tasks: JoinSet<()>,
 }
 
@@ -351,9 +365,9 @@ impl Lanes {
                 tasks.spawn(async move {
                     while let Some(mut deliveries) = take.recv().await {
                         loop {
-                            let mut settlements = process(&mut lane, deliveries).await;
-                            let next = lane.finish(&mut settlements);
-                            if report.send(settlements).is_err() {
+                            let settlements = process(&mut lane, deliveries).await;
+                            let (done, next) = lane.finish(settlements);
+                            if report.send(done).is_err() {
                                 return;
                             }
                             match next {

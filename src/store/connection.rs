@@ -21,11 +21,12 @@ pub struct Connection<Db: Database> {
     )]
     pub(crate) limits: Option<Limits>,
     /// The transaction that has begun and not ended.
+    ///
+    /// sqlx keeps a count of its own, so that a handler's `begin` is a savepoint. It is not told how ours
+    /// begin and end, because it can send neither a guard with its `COMMIT` nor, after a savepoint
+    /// that a handler forgot, a `COMMIT` at all: where it counts one already, ours begins by a
+    /// statement of our own, and its count stays.
     pub(crate) open: Option<Open>,
-    /// sqlx counts a transaction on this connection, so that a handler's `begin` is a savepoint. It
-    /// counts one for good: how ours begin and end it is not told, because it can send neither a guard
-    /// with its `COMMIT` nor, after a savepoint that a handler forgot, a `COMMIT` at all.
-    pub(crate) counted: bool,
 }
 
 /// An open transaction.
@@ -60,6 +61,11 @@ impl<Db: Database> Connection<Db> {
     pub(crate) fn has_begun_ahead(&mut self) -> bool {
         let open = self.open.as_mut();
         open.is_some_and(|open| std::mem::take(&mut open.ahead))
+    }
+
+    /// Whether nobody knows what its last transaction has come to.
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| !open.ahead)
     }
 
     /// PostgreSQL only warns of a `BEGIN` inside a transaction, and goes on in that one.

@@ -85,6 +85,9 @@ pub enum CommitError {
     /// The transaction is not the one that claimed: the handler committed or rolled back by itself,
     /// and part of its work may stand. These are the claims that it was given.
     Escaped(Claims),
+    /// The handler left the connection in the middle of a `COPY`, so that answers are not what they
+    /// seem: it may or may not have happened, and the connection is only good to be closed.
+    OutOfStep,
     /// What goes before `COMMIT` could not run. Nothing was kept.
     Store(StoreError),
     /// The database refused the data: a deferred constraint failed. Nothing was kept.

@@ -65,7 +65,7 @@ pub trait Store: Clone + Send + Sync + 'static {
         limits: &Limits,
     ) -> Result<Tx<'c, Self::Db>, StoreError>;
 
-    /// Claims every event of `requests` that may be claimed, by one insert, and says for each in the
+    /// Claims every event of `requests` that may be claimed, and says for each in the
     /// same order what it found. Waits for another transaction that holds one of the keys, at most
     /// `lock_timeout`; past it the error is [`StoreErrorKind::Busy`].
     ///
@@ -141,7 +141,7 @@ pub trait Inbox: Store {
     async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError>;
 
     /// As [`enqueue`](Self::enqueue), in a transaction of the caller's: the event is there if and
-    /// only if that commits.
+    /// only if that commits. `false` also if it is processed, which that transaction may be about to do.
     async fn enqueue_in(
         &self,
         conn: &mut <Self::Db as Database>::Connection,

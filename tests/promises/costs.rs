@@ -48,7 +48,7 @@ impl Counted {
                 Asked::Text(text) if text.contains("; COMMIT; BEGIN") => "guard, COMMIT, BEGIN",
                 Asked::Text(text) if text.ends_with("; COMMIT") => "guard, COMMIT",
                 Asked::Text(text) if text.starts_with("BEGIN") => "BEGIN",
-                Asked::Text(text) if text == "ROLLBACK" => "ROLLBACK",
+                Asked::Text(text) if text.starts_with("ROLLBACK; SELECT ") => "ROLLBACK",
                 Asked::Text(text) => panic!("{text:?}"),
                 Asked::Prepared => "statement",
                 Asked::ToPrepare | Asked::Ping => "nothing",

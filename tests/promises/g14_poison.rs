@@ -18,6 +18,7 @@ on_each_store!(
     a_panic_of_any_kind_is_an_attempt_and_the_lane_goes_on,
     what_cannot_be_decoded_is_dead_after_one_attempt,
     a_hook_that_panics_pauses_the_consumer_and_does_not_end_it,
+    a_letter_that_the_table_refuses_is_kept_in_a_reduced_form,
 );
 
 fn bad_ones_fail<S: TestStore>(stage: &Stage<S>) -> (Scripted<S>, Arc<Runs>) {
@@ -313,5 +314,36 @@ async fn a_hook_that_panics_pauses_the_consumer_and_does_not_end_it<S: TestStore
     assert_eq!((report.acked, runs.total()), (3, 3));
     assert_eq!(calls.load(std::sync::atomic::Ordering::SeqCst), 5);
     assert_eq!(stage.held().await, [], "it says nothing about an event");
+    stage.end().await;
+}
+
+/// A constraint of the user's own, or a database that is not UTF-8: the body is kept, the rest is what
+/// can be stored, and nobody waits for it.
+async fn a_letter_that_the_table_refuses_is_kept_in_a_reduced_form<S: TestStore>(stage: Stage<S>) {
+    stage
+        .execute(
+            "ALTER TABLE {s}.inbox ADD CHECK (event_type IS NULL OR get_byte(event_type, 0) < 128)",
+            "CREATE TRIGGER picky BEFORE INSERT ON onlyonce_inbox WHEN hex(NEW.event_type) LIKE 'FF%'
+                 BEGIN SELECT RAISE(ABORT, 'no'); END",
+        )
+        .await;
+    let (handler, _) = Scripted::new(&stage, |_, event| match event.identity.id.as_str() {
+        "bad" => Act::Fail(HandlerError::permanent("no")),
+        _ => Act::Apply,
+    });
+    let bad = RawEvent {
+        event_type: Some(Bytes::from_static(b"\xff\xfe")),
+        ..event("bad", "the body")
+    };
+    let consumer = stage.consumer("c").handler(handler).lanes(1);
+    let report = soon("both", deliver(consumer, [bad, event("next", "x")]))
+        .await
+        .unwrap();
+    assert_eq!(report.acked, 2);
+    let letters = stage.held_of("bad").await;
+    assert_eq!(letters.len(), 1);
+    assert_eq!(letters[0].payload.as_deref(), Some(&b"the body"[..]));
+    assert_eq!(letters[0].event_type.as_deref(), Some(&b"\\xff\\xfe"[..]));
+    assert_eq!(stage.effects().await["next"], 1);
     stage.end().await;
 }

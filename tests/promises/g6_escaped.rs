@@ -8,7 +8,7 @@ use onlyonce::{HandlerError, RetryPolicy};
 use sqlx::{Connection as _, Database};
 
 use crate::running::{Running, until};
-use crate::stage::{Act, Scripted, Stage, TestStore, events, postgres_url};
+use crate::stage::{Act, Eyes, Scripted, Stage, TestStore, events, postgres_url};
 
 on_each_store!(
     a_swallowed_error_is_a_failed_attempt_or_none_at_all,
@@ -333,8 +333,11 @@ async fn a_held_event_that_escapes_is_dead<S: TestStore>(stage: Stage<S>) {
 /// PostgreSQL lets a handler's own COMMIT through, and with it the claim.
 mod postgres_only {
     use super::*;
+    use std::time::Duration;
+
     use onlyonce::store::PostgresStore;
-    use sqlx::PgConnection;
+    use sqlx::{AssertSqlSafe, PgConnection};
+    use tokio::time::timeout;
 
     /// The handler's statements, and how often its write stands after that.
     const COMMITS: &[(&str, Statements, Statements, usize)] = &[
@@ -441,6 +444,169 @@ mod postgres_only {
             verdict(&stage, "begins again", drops).await,
             failed("transaction_aborted")
         );
+        stage.end().await;
+    }
+
+    /// A begin that fails or is cut off makes sqlx roll back everything and count no transaction any more;
+    /// the next event's savepoint must not become a transaction of its own for that.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_begin_that_was_refused_hurts_no_other_event() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        let schema = stage.schema.clone();
+        let (handler, _) = Scripted::new(&stage, move |_, event| {
+            let (schema, id) = (schema.clone(), event.identity.id.clone());
+            Act::<PostgresStore>::by(move |cx| {
+                Box::pin(async move {
+                    let conn: &mut PgConnection = cx.tx();
+                    if id == "aborted" {
+                        let _ = PostgresStore::raw(conn, "SELECT 1 / 0".into()).await;
+                    }
+                    if id == "begin_with" {
+                        conn.begin_with("BEGIN READ WRITE").await?;
+                    }
+                    let mut savepoint = conn.begin().await?;
+                    PostgresStore::write(&mut savepoint, &schema, &id).await?;
+                    savepoint.commit().await?;
+                    if id == "fails" {
+                        return Err(HandlerError::permanent("after its savepoint"));
+                    }
+                    Ok(())
+                })
+            })
+        });
+        let consumer = stage.consumer("c").handler(handler).lanes(1);
+        let order = [
+            "aborted",
+            "innocent",
+            "begin_with",
+            "blameless",
+            "aborted too",
+            "fails",
+        ];
+        let report = deliver(consumer, order.map(|id| event(id, "x"))).await.unwrap();
+        assert_eq!(report.acked, 6);
+        let mut applied: Vec<_> = stage.effects().await.into_keys().collect();
+        applied.sort();
+        assert_eq!(applied, ["aborted too", "blameless", "innocent"]);
+        for id in ["aborted", "begin_with", "fails"] {
+            let letters = stage.held_of(id).await;
+            assert_eq!((letters.len(), letters[0].state.as_str()), (1, "dead"), "{id}");
+        }
+        stage.end().await;
+    }
+
+    /// The late error of a statement that the handler did not wait for is its own, whatever it says.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_statement_that_the_handler_cut_off_fails_for_the_handler() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        for (name, sql) in [
+            ("a division", "SELECT pg_sleep(0.2); SELECT 1 / 0"),
+            (
+                "a table",
+                "SELECT pg_sleep(0.2); INSERT INTO no_such_table VALUES (1)",
+            ),
+            ("a word", "SELECT pg_sleep(0.2); SELECT 'onlyonce: held'::int"),
+        ] {
+            let cuts = begins(&stage, move |conn| {
+                Box::pin(async move {
+                    let late = PostgresStore::raw(conn, sql.into());
+                    assert!(timeout(Duration::from_millis(50), late).await.is_err());
+                    Ok(())
+                })
+            });
+            assert_eq!(
+                verdict(&stage, name, cuts).await,
+                failed("transaction_aborted"),
+                "{name}"
+            );
+        }
+        assert_eq!(bad_effects(&stage).await, 0);
+        stage.end().await;
+    }
+
+    /// sqlx does not count the answer of a COPY: the next statement gets it in place of its own.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_copy_that_was_not_waited_for_is_not_taken_for_a_commit() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        stage
+            .execute(
+                "CREATE TABLE {s}.parents (id int PRIMARY KEY);
+                 CREATE TABLE {s}.children (p int REFERENCES {s}.parents DEFERRABLE INITIALLY DEFERRED);
+                 CREATE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql
+                     AS $$BEGIN PERFORM pg_sleep(0.3); RETURN NEW; END$$;
+                 CREATE TRIGGER slow BEFORE INSERT ON {s}.children FOR EACH ROW EXECUTE FUNCTION {s}.slow()",
+                "",
+            )
+            .await;
+        #[derive(Clone, Copy, Debug)]
+        enum Ends {
+            CutOff { fails: bool },
+            Dropped,
+        }
+        for (name, data, ends) in [
+            ("the commit would fail", "7\n", Ends::CutOff { fails: false }),
+            ("the copy fails", "7\nseven\n", Ends::CutOff { fails: false }),
+            ("the handler fails", "7\n", Ends::CutOff { fails: true }),
+            ("dropped", "7\n", Ends::Dropped),
+        ] {
+            let copy = format!("COPY {}.children FROM STDIN", stage.schema);
+            let (handler, _) = Scripted::new(&stage, move |_, event| {
+                let copy = copy.clone();
+                match event.identity.id.as_str() {
+                    // So that the statements of parking are prepared on this lane.
+                    "first" => Act::Fail(HandlerError::permanent("no")),
+                    "bad" => Act::by(move |cx| {
+                        Box::pin(async move {
+                            let conn: &mut PgConnection = cx.tx();
+                            let mut copy = conn.copy_in_raw(&copy).await?;
+                            copy.send(data.as_bytes()).await?;
+                            if let Ends::CutOff { fails } = ends {
+                                assert!(timeout(Duration::from_millis(50), copy.finish()).await.is_err());
+                                if fails {
+                                    return Err("no time left".into());
+                                }
+                            }
+                            Ok(())
+                        })
+                    }),
+                    _ => Act::Apply,
+                }
+            });
+            let consumer = stage.consumer(name).handler(handler).lanes(1);
+            let report = deliver(consumer, ["first", "bad", "next"].map(|id| event(id, "x")))
+                .await
+                .unwrap();
+            assert_eq!(report.acked, 3, "{name}");
+            let processed = stage.processed(name).await;
+            assert_eq!(processed, [("next".to_owned(), "processed".to_owned())], "{name}");
+            let letters = stage.held_of("bad").await;
+            let kind = match ends {
+                Ends::CutOff { fails: true } => "\"error\"",
+                _ => "out_of_step",
+            };
+            assert_eq!(letters.len(), 1, "{name}: parked, neither lost nor done");
+            assert!(
+                letters[0].failures.contains(kind),
+                "{name}: {}",
+                letters[0].failures
+            );
+            stage.execute("DELETE FROM {s}.inbox", "").await;
+        }
+        let Eyes::Postgres(eyes) = &stage.eyes else {
+            panic!("it is PostgreSQL")
+        };
+        let children = format!("SELECT count(*) FROM {}.children", stage.schema);
+        let children: i64 = sqlx::query_scalar(AssertSqlSafe(children))
+            .fetch_one(eyes)
+            .await
+            .unwrap();
+        assert_eq!(children, 0);
         stage.end().await;
     }
 

@@ -19,6 +19,7 @@ on_each_store!(
     an_event_without_identity_is_refused,
     a_failed_event_is_retried_and_then_dead,
     an_event_is_there_if_the_callers_transaction_commits,
+    a_handler_that_enqueues_its_own_event_is_done_with_it,
     a_lease_is_renewed_while_its_handler_runs,
     the_leases_of_a_dead_process_are_taken_over,
     a_stop_gives_leases_back_at_once,
@@ -299,5 +300,39 @@ async fn held_events_without_a_reader_are_named<S: TestStore>(stage: Stage<S>) {
         "now they have one"
     );
     running.stop().await;
+    stage.end().await;
+}
+
+async fn a_handler_that_enqueues_its_own_event_is_done_with_it<S: TestStore>(stage: Stage<S>) {
+    let queue = Arc::new(queue(&stage));
+    let schema = stage.schema.clone();
+    let (handler, runs) = Scripted::new(&stage, move |_, incoming| {
+        let (queue, schema, id) = (queue.clone(), schema.clone(), incoming.identity.id.clone());
+        Act::<S>::by(move |cx| {
+            Box::pin(async move {
+                S::write(cx.tx(), &schema, &id).await?;
+                assert_eq!(
+                    queue.enqueue_in(cx.tx(), event("own", "x")).await?,
+                    Enqueued::Held
+                );
+                if id == "own" {
+                    assert_eq!(
+                        queue.enqueue_in(cx.tx(), event("other", "x")).await?,
+                        Enqueued::New
+                    );
+                }
+                Ok(())
+            })
+        })
+    });
+    let broker = Broker::new();
+    broker.publish(event("own", "x"));
+    let running = Running::start(stage.consumer("c").handler(handler).source(broker.source()));
+    until("both to run", async || stage.processed("c").await.len() == 2).await;
+    emptied(&stage).await;
+    running.stop().await;
+    assert_eq!(runs.total(), 2);
+    assert_eq!(stage.effects().await["own"], 1);
+    assert_eq!(stage.effects().await["other"], 1);
     stage.end().await;
 }

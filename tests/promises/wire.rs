@@ -62,7 +62,9 @@ impl Wire {
     pub(crate) fn asked_by_lanes(&self) -> Vec<Asked> {
         let commits = |asked: &Asked| match asked {
             // By its name, or behind a pooler in full.
-            Asked::Text(text) => text.starts_with("EXECUTE onlyonce_guard") || text.contains("SELECT 1 / ("),
+            Asked::Text(text) => {
+                text.starts_with("EXECUTE onlyonce_guard") || text.contains("'onlyonce: not ours'")
+            }
             _ => false,
         };
         let all = self.asked.lock().unwrap();

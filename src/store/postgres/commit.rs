@@ -1,8 +1,8 @@
 //! The end of a handler's transaction: what goes before COMMIT, and what an error there means.
 
 use futures_util::TryStreamExt as _;
-use sqlx::AssertSqlSafe;
-use sqlx::postgres::Postgres;
+use sqlx::postgres::{PgDatabaseError, Postgres};
+use sqlx::{AssertSqlSafe, Connection as _};
 use uuid::Uuid;
 
 use super::classify::{classify, code};
@@ -19,6 +19,8 @@ enum Stopped {
     Guarding(sqlx::Error),
     /// Or nobody knows which.
     Committing(sqlx::Error),
+    /// The answer was not ours.
+    OutOfStep,
 }
 
 impl PostgresStore {
@@ -28,6 +30,9 @@ impl PostgresStore {
         claims: Claims,
         next: Next,
     ) -> Result<(), CommitError> {
+        if let Err(e) = hear_out(&mut tx).await {
+            return Err(CommitError::Store(classify("guarding", e)));
+        }
         if claims.held
             && let Err(e) = answer(tx.patience, finish(&self.sql, &mut tx, &claims)).await
         {
@@ -36,6 +41,7 @@ impl PostgresStore {
         let e = match self.guard_and_commit(&mut tx, &claims, next).await {
             Ok(()) => return Ok(()),
             Err(Stopped::Guarding(e)) => return Err(self.refused(tx, claims, e).await),
+            Err(Stopped::OutOfStep) => return Err(CommitError::OutOfStep),
             Err(Stopped::Committing(e)) => e,
         };
         if e.as_database_error().is_some() {
@@ -69,19 +75,21 @@ impl PostgresStore {
         }
         let ahead = begin.is_some();
         let patience = tx.patience;
-        let mut done = 0;
+        let (mut rows, mut done) = (0, 0);
         let sent = async {
             let mut answers = sqlx::raw_sql(AssertSqlSafe(message)).fetch_many(&mut **tx);
             while let Some(answer) = answers.try_next().await? {
+                rows += usize::from(answer.is_right());
                 done += usize::from(answer.is_left());
             }
             Ok(())
         };
         match (answer(patience, sent).await, done) {
-            (Ok(()), _) => {
+            (Ok(()), done) if (rows, done) == (1, 2 + usize::from(ahead)) => {
                 tx.conn.open = ahead.then_some(Open { ahead, _writer: None });
                 Ok(())
             }
+            (Ok(()), _) => Err(Stopped::OutOfStep),
             (Err(e), 0) if e.as_database_error().is_some() => Err(Stopped::Guarding(e)),
             (Err(e), 0 | 1) => Err(Stopped::Committing(e)),
             // Committed. The connection still counts as inside a transaction, and is given up for that.
@@ -91,16 +99,21 @@ impl PostgresStore {
 
     /// What an error before COMMIT says about the transaction.
     async fn refused(&self, mut tx: Tx<'_, Postgres>, claims: Claims, e: sqlx::Error) -> CommitError {
-        let aborted = match code(&e).as_deref() {
-            // Or the savepoint that a handler dropped is gone, with the transaction that had it.
-            Some("25P02" | "3B001") => true,
-            // Or no transaction at all (25P01), or not even our session: the guard was never prepared in
-            // it (26000).
-            Some(NOT_OURS | "25P01" | "26000") => false,
+        if says(&e, NOT_OURS) {
+            return CommitError::Escaped(claims);
+        }
+        if says(&e, HELD) {
             // It came after the claim; run again, the event is found held.
-            Some(HELD) => {
-                let held = StoreError::new(StoreErrorKind::Contention, "a copy of the event is held");
-                return CommitError::Contention(held);
+            let held = StoreError::new(StoreErrorKind::Contention, "a copy of the event is held");
+            return CommitError::Contention(held);
+        }
+        let aborted = match code(&e).as_deref() {
+            Some("25P02") => true,
+            // Not even our session: the guard was never prepared in it.
+            Some("26000") => false,
+            // No data of a message is in what we send; it is the late answer to a COPY of the handler's.
+            Some(code) if code.starts_with("22") || code.starts_with("23") || is_of_copy(&e) => {
+                return CommitError::OutOfStep;
             }
             // A session is read-only outside our transactions. If this error has aborted a transaction,
             // the handler made that one read-only; if not, the statement ran in one of its own.
@@ -116,6 +129,38 @@ impl PostgresStore {
             CommitError::Aborted(classify("guarding", e))
         }
     }
+}
+
+/// Takes the answers that the handler did not wait for, so that their errors are not taken for the
+/// guard's. It costs nothing where there are none. (A hidden method of sqlx, and the only one that
+/// does not ask the server anything.)
+async fn hear_out(tx: &mut Tx<'_, Postgres>) -> Result<(), sqlx::Error> {
+    let patience = tx.patience;
+    let heard = async {
+        loop {
+            match tx.flush().await {
+                Err(e) if e.as_database_error().is_some() => {}
+                heard => return heard,
+            }
+        }
+    };
+    answer(patience, heard).await
+}
+
+/// Whether this is the guard's own error with this word in it.
+fn says(error: &sqlx::Error, word: &str) -> bool {
+    error
+        .as_database_error()
+        .is_some_and(|e| e.message().contains(word))
+}
+
+/// sqlx does not count the answers of a COPY, and a dropped one is cancelled in what comes next.
+fn is_of_copy(error: &sqlx::Error) -> bool {
+    error
+        .as_database_error()
+        .and_then(|e| e.try_downcast_ref::<PgDatabaseError>())
+        .and_then(|e| e.file())
+        .is_some_and(|file| file.starts_with("copy"))
 }
 
 /// Finishes the held rows of the claimed events; in a transaction that is not the claims' it finds none.

@@ -27,6 +27,7 @@ impl Inbox for PostgresStore {
         match self.park_once(conn, limits, parked).await {
             // The row must be storable whatever the message holds: keep the body, reduce the rest.
             Err(e) if e.kind() == StoreErrorKind::Data => {
+                self.rollback(conn).await?;
                 let small = reduced(parked.event);
                 self.park_once(
                     conn,
@@ -68,14 +69,14 @@ impl Inbox for PostgresStore {
 
     async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError> {
         let done = self
-            .execute("enqueuing an event", self.enqueue_statement(parked))
+            .execute("enqueuing an event", self.enqueue_statement(parked, false))
             .await?;
         Ok(done.rows_affected() == 1)
     }
 
     async fn enqueue_in(&self, conn: &mut PgConnection, parked: &Parked<'_>) -> Result<bool, StoreError> {
         let done = self
-            .enqueue_statement(parked)
+            .enqueue_statement(parked, true)
             .execute(conn)
             .await
             .map_err(|e| classify("enqueuing an event", e))?;
@@ -204,9 +205,11 @@ impl PostgresStore {
         Ok(())
     }
 
-    fn enqueue_statement(&self, parked: &Parked<'_>) -> Statement {
+    fn enqueue_statement(&self, parked: &Parked<'_>, unless_claimed: bool) -> Statement {
         let (_, _, after) = becomes(parked.becomes);
-        about(parked, sqlx::query(self.sql.enqueue.clone())).bind(after)
+        about(parked, sqlx::query(self.sql.enqueue.clone()))
+            .bind(after)
+            .bind(unless_claimed)
     }
 }
 

@@ -53,7 +53,8 @@ impl PostgresStore {
 
     /// Uses a pool of yours for handler transactions, and two connections of its own beside it, with
     /// the same settings. Sessions of your pool are not made read-only by default, so a handler's
-    /// write outside its transaction goes unnoticed; [`PostgresOptions`] is the safer way.
+    /// write outside its transaction goes unnoticed; [`PostgresOptions`] is the safer way. The pool's
+    /// connections must reach the server itself, not a pooler in transaction mode.
     pub fn from_pool(pool: PgPool) -> Self {
         PostgresOptions::around(pool)
     }

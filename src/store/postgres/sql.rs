@@ -89,16 +89,18 @@ VALUES ($1, 'once', $2, $3, $4, '', 'processed')
     ON CONFLICT (event_key) DO NOTHING";
 
 /// The last statement before COMMIT, sent with it. `$1` the claims' xid, `$2` their keys. It raises an
-/// error unless the transaction is the claims' own (a division by zero) and has no held row that is not
-/// finished (a word that is no number): the snapshot is fresh, so it sees what was held after the claim.
+/// error unless the transaction is the claims' own and has no held row that is not finished: a word
+/// that is no number, and says which. Under READ COMMITTED the snapshot is fresh, so it sees what
+/// was held after the claim.
 const GUARD: &str = "
-SELECT 1 / (pg_current_xact_id_if_assigned() IS NOT DISTINCT FROM $1)::int
-     + (CASE WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($2) AND state IN {unfinished})
-             THEN 'held' ELSE '0' END)::int";
+SELECT (CASE WHEN pg_current_xact_id_if_assigned() IS DISTINCT FROM $1 THEN 'onlyonce: not ours'
+             WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($2) AND state IN {unfinished})
+             THEN 'onlyonce: held'
+             ELSE '1' END)::int";
 
-/// The codes of the two errors.
-pub(super) const NOT_OURS: &str = "22012";
-pub(super) const HELD: &str = "22P02";
+/// The words, as they stand in the server's message in any language.
+pub(super) const NOT_OURS: &str = "onlyonce: not ours";
+pub(super) const HELD: &str = "onlyonce: held";
 
 /// `$1` keys, `$2` the claims' xid, `$3` the final state of rows that were dead once. The xid stands
 /// inside the writes as well: in a transaction that is not ours they would commit on their own.
@@ -148,10 +150,13 @@ VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, now() + $14::big
        run_at = CASE WHEN i.state = 'ready' AND i.payload_hash = excluded.payload_hash THEN excluded.run_at
                      ELSE i.run_at END";
 
+/// `$13` whether to look for a claim: in the caller's own transaction there may be one, of a handler
+/// that enqueues the very event that it handles.
 const ENQUEUE: &str = "
 INSERT INTO {s}.inbox (event_key, consumer, source, event_id, event_type, ordering_key, payload, payload_hash,
        headers, event_time_ms, origin, state, run_at)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, 'ready', now() + $12::bigint * interval '1 millisecond')
+SELECT $1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, 'ready', now() + $12::bigint * interval '1 millisecond'
+ WHERE NOT ($13 AND EXISTS (SELECT 1 FROM {s}.processed_events p WHERE p.event_key = $1))
     ON CONFLICT (event_key) WHERE state IN {unfinished} DO NOTHING";
 
 /// Rows whose lease ran out are due as well: whoever had them died or lost the database.

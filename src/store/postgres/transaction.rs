@@ -68,7 +68,6 @@ impl Store for PostgresStore {
             session: (!self.pooler).then_some(session),
             limits: None,
             open: None,
-            counted: false,
         })
     }
 
@@ -189,10 +188,20 @@ impl Store for PostgresStore {
 
     async fn rollback(&self, conn: &mut Connection<Postgres>) -> Result<(), StoreError> {
         if conn.open.is_some() {
-            let rollback = sqlx::raw_sql("ROLLBACK").execute(&mut *conn.conn);
-            answer(GRACE, rollback)
+            // The number shows that the answer is ours: a COPY that a handler did not wait for leaves one
+            // that sqlx does not know of.
+            let number = i64::from(fastrand::i32(..));
+            let rollback = AssertSqlSafe(format!("ROLLBACK; SELECT {number}::bigint"));
+            let rows = answer(GRACE, sqlx::raw_sql(rollback).fetch_all(&mut *conn.conn))
                 .await
                 .map_err(|e| classify("rolling back", e))?;
+            let answers: Vec<i64> = rows.iter().filter_map(|row| row.try_get(0).ok()).collect();
+            if answers != [number] {
+                return Err(StoreError::new(
+                    StoreErrorKind::Unavailable,
+                    "rolling back: the answer is another statement's",
+                ));
+            }
             conn.open = None;
         }
         Ok(())
@@ -244,11 +253,10 @@ impl Store for PostgresStore {
 }
 
 async fn send_begin(conn: &mut Connection<Postgres>, begin: SqlStr) -> Result<(), sqlx::Error> {
-    if conn.counted {
+    if conn.conn.is_in_transaction() {
         sqlx::raw_sql(begin).execute(&mut *conn.conn).await?;
     } else {
         std::mem::forget(conn.conn.begin_with(begin).await?);
-        conn.counted = true;
     }
     Ok(())
 }

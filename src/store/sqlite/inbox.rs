@@ -28,6 +28,7 @@ impl Inbox for SqliteStore {
         match self.park_once(conn, limits, parked).await {
             // The row must be storable whatever the message holds: keep the body, reduce the rest.
             Err(e) if e.kind() == StoreErrorKind::Data => {
+                self.rollback(conn).await?;
                 let small = reduced(parked.event);
                 self.park_once(
                     conn,
@@ -86,7 +87,7 @@ impl Inbox for SqliteStore {
 
     async fn enqueue(&self, parked: &Parked<'_>) -> Result<bool, StoreError> {
         let mut tx = self.begin_reserve("enqueuing an event").await?;
-        let added = enqueue_with(&mut *tx, parked).await?;
+        let added = enqueue_with(&mut *tx, parked, false).await?;
         commit(tx).await.map_err(|e| classify("enqueuing an event", e))?;
         Ok(added)
     }
@@ -94,7 +95,7 @@ impl Inbox for SqliteStore {
     async fn enqueue_in(&self, conn: &mut SqliteConnection, parked: &Parked<'_>) -> Result<bool, StoreError> {
         // The caller's transaction may be a handler's, which is the writer already: waiting for that
         // right here would be waiting for ourselves.
-        enqueue_with(conn, parked).await
+        enqueue_with(conn, parked, true).await
     }
 
     async fn lease(&self, consumer: &str, max: usize, lease: Duration) -> Result<Vec<HeldEvent>, StoreError> {
@@ -306,10 +307,12 @@ async fn park_again(tx: &mut Tx<'_, Sqlite>, parked: &Parked<'_>, row: &HeldRow)
 async fn enqueue_with<'e>(
     executor: impl SqliteExecutor<'e>,
     parked: &Parked<'_>,
+    unless_claimed: bool,
 ) -> Result<bool, StoreError> {
     let (_, _, after) = becomes(parked.becomes);
     let done = about(parked, sqlx::query(sql::ENQUEUE))
         .bind(after)
+        .bind(unless_claimed)
         .execute(executor)
         .await
         .map_err(|e| classify("enqueuing an event", e))?;

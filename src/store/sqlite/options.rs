@@ -99,10 +99,8 @@ impl SqliteOptions {
                 .max_connections(max)
                 .acquire_timeout(self.acquire_timeout)
         };
-        let lanes = pool(self.max_connections - RESERVE)
-            .after_release(|conn, _| Box::pin(async move { Sessions::strip(conn).await.map(|()| true) }));
         Ok(SqliteStore {
-            lanes: lanes.connect_lazy_with(base.clone()),
+            lanes: pool(self.max_connections - RESERVE).connect_lazy_with(base.clone()),
             reserve: pool(RESERVE).connect_lazy_with(base),
             writers: Arc::new(Semaphore::new(1)),
             sessions: Some(Arc::new(Sessions::new())),

@@ -38,7 +38,7 @@ impl Sessions {
         let number = self.last.fetch_add(1, Ordering::Relaxed);
         {
             let mut all = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
-            // The connection owns the flag, so those of closed or given back connections are gone.
+            // The connection owns the flag, so those of closed connections are gone.
             all.retain(|_, cut| cut.strong_count() > 0);
             all.insert(number, Arc::downgrade(&cut));
         }
@@ -48,14 +48,6 @@ impl Sessions {
         handle.set_progress_handler(STEPS, move || !cut.load(Ordering::Relaxed));
         // These numbers are never given again.
         Ok(Session { number, began: 0 })
-    }
-
-    /// Takes off what [`fit`](Self::fit) put on, when the lane gives its connection back.
-    pub(super) async fn strip(conn: &mut SqliteConnection) -> Result<(), sqlx::Error> {
-        let mut handle = conn.lock_handle().await?;
-        handle.remove_commit_hook();
-        handle.remove_progress_handler();
-        Ok(())
     }
 
     pub(super) fn let_commit(&self, now: bool) {

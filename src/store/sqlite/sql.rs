@@ -138,13 +138,16 @@ UPDATE onlyonce_inbox
  WHERE id = ?1"
 );
 
+/// `?13` whether to look for a claim: in the caller's own transaction there may be one, of a handler
+/// that enqueues the very event that it handles.
 pub(super) const ENQUEUE: &str = concat!(
     "
 INSERT INTO onlyonce_inbox (event_key, consumer, source, event_id, event_type, ordering_key, payload,
        payload_hash, headers, event_time_ms, origin, state, run_at)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 'ready', ",
+SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 'ready', ",
     now!(),
-    " + ?12)
+    " + ?12
+ WHERE NOT (?13 AND EXISTS (SELECT 1 FROM onlyonce_processed_events p WHERE p.event_key = ?1))
     ON CONFLICT (event_key) WHERE state IN ",
     unfinished!(),
     " DO NOTHING"

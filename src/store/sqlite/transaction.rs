@@ -76,7 +76,6 @@ impl Store for SqliteStore {
             session,
             limits: None,
             open: None,
-            counted: false,
         })
     }
 
@@ -226,11 +225,10 @@ impl Store for SqliteStore {
 }
 
 async fn send_begin(conn: &mut Connection<Sqlite>, begin: impl SqlSafeStr) -> Result<(), sqlx::Error> {
-    if conn.counted {
+    if conn.conn.is_in_transaction() {
         sqlx::raw_sql(begin).execute(&mut *conn.conn).await?;
     } else {
         std::mem::forget(conn.conn.begin_with(begin).await?);
-        conn.counted = true;
     }
     Ok(())
 }

@@ -264,7 +264,7 @@ async fn a_business_claim_is_true_once_and_goes_with_its_transaction() {
 }
 
 #[tokio::test]
-async fn the_connection_that_a_lane_gave_back_commits_for_anyone() {
+async fn the_connection_that_a_lane_had_is_closed_and_others_commit() {
     let bench = Bench::new().await;
     drop(bench.store.open().await.unwrap());
     sqlx::query(INSERT).execute(bench.store.pool()).await.unwrap();
