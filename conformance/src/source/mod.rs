@@ -150,6 +150,8 @@ pub struct HarnessCapabilities {
     pub keeps_copies: bool,
     /// The broker may deliver twice without a reason that one could see. Default false.
     pub may_repeat: bool,
+    /// While some events of a key are in hand, the broker hands out no more of that key. Default false.
+    pub withholds_keys: bool,
     /// An ack is for one message and not for all before it. Default true; false for logs.
     pub acks_singly: bool,
     /// [`SourceHarness::cut`] works. Default false.
@@ -189,6 +191,7 @@ impl Default for HarnessCapabilities {
             redelivered_after: Duration::ZERO,
             keeps_copies: true,
             may_repeat: false,
+            withholds_keys: false,
             acks_singly: true,
             cuts: false,
             release_marks: true,
