@@ -1,0 +1,122 @@
+//! How many calls for messages to have under way, and how many messages to ask each for.
+
+use crate::settle::BATCH;
+
+/// What the consumer has room for, against what was asked for already.
+///
+/// What is under way and what waits here never exceed the room, so that nothing is taken from the queue
+/// that has to wait long. On an empty queue one call is enough; each that brings something lets one more
+/// go out beside it.
+#[derive(Debug)]
+pub(crate) struct Demand {
+    room: usize,
+    asked: usize,
+    under_way: usize,
+    /// How many calls may be under way now, and at most.
+    breadth: usize,
+    most: usize,
+    /// Less room than this is not worth another call while one is under way.
+    worth_it: usize,
+}
+
+impl Demand {
+    /// For a consumer with this window.
+    pub(crate) fn new(most: usize, window: usize) -> Self {
+        Self {
+            room: 0,
+            asked: 0,
+            under_way: 0,
+            breadth: 1,
+            most,
+            worth_it: (window / 4).clamp(1, BATCH),
+        }
+    }
+
+    /// The consumer has room for this many deliveries.
+    pub(crate) fn room(&mut self, room: usize) {
+        self.room = room;
+    }
+
+    /// This many were handed to it.
+    pub(crate) fn took(&mut self, deliveries: usize) {
+        self.room = self.room.saturating_sub(deliveries);
+    }
+
+    /// How many messages the next call should ask for, while this many deliveries wait here.
+    pub(crate) fn next(&mut self, waiting: usize) -> Option<usize> {
+        let free = self.room.saturating_sub(self.asked + waiting);
+        let idle = self.under_way == 0 && waiting == 0;
+        if free == 0 || self.under_way >= self.breadth || (free < self.worth_it && !idle) {
+            return None;
+        }
+        let ask = free.min(BATCH);
+        self.asked += ask;
+        self.under_way += 1;
+        Some(ask)
+    }
+
+    /// A call that asked for `ask` brought this many.
+    pub(crate) fn answered(&mut self, ask: usize, brought: usize) {
+        self.asked -= ask;
+        self.under_way -= 1;
+        self.breadth = if brought == 0 {
+            1
+        } else {
+            (self.breadth + 1).min(self.most)
+        };
+    }
+
+    /// How many calls are under way.
+    pub(crate) fn under_way(&self) -> usize {
+        self.under_way
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: [usize; 0] = [];
+
+    fn all(demand: &mut Demand, waiting: usize) -> Vec<usize> {
+        std::iter::from_fn(|| demand.next(waiting)).collect()
+    }
+
+    #[test]
+    fn an_empty_queue_has_one_call_and_a_busy_one_as_many_as_there_is_room_for() {
+        let mut demand = Demand::new(4, 64);
+        assert_eq!(all(&mut demand, 0), NONE, "nobody wants any");
+        demand.room(64);
+        assert_eq!(all(&mut demand, 0), [10]);
+        demand.answered(10, 10);
+        assert_eq!(all(&mut demand, 10), [10, 10]);
+        demand.answered(10, 10);
+        demand.answered(10, 10);
+        assert_eq!(all(&mut demand, 30), [10, 10, 10], "64 - 30 is room for three");
+        demand.answered(10, 0);
+        assert_eq!(all(&mut demand, 30), NONE, "it ran empty");
+    }
+
+    #[test]
+    fn what_is_under_way_and_what_waits_never_exceed_the_room() {
+        let mut demand = Demand::new(8, 16);
+        demand.room(16);
+        demand.breadth = 8;
+        assert_eq!(all(&mut demand, 0), [10, 6]);
+        demand.answered(10, 10);
+        demand.took(10);
+        assert_eq!(all(&mut demand, 0), NONE);
+    }
+
+    #[test]
+    fn a_little_room_is_asked_for_only_when_nothing_else_is() {
+        let mut demand = Demand::new(4, 64);
+        demand.breadth = 4;
+        demand.room(3);
+        assert_eq!(all(&mut demand, 0), [3], "or it would never be used");
+        demand.room(8);
+        assert_eq!(all(&mut demand, 0), NONE, "five more are not worth a call");
+        demand.room(13);
+        assert_eq!(all(&mut demand, 0), [10]);
+    }
+}

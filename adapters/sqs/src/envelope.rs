@@ -1,0 +1,241 @@
+//! Envelopes that AWS puts around a body: SNS, EventBridge and S3 event notifications.
+//!
+//! An envelope is known by its whole shape. A body that lacks a part of it is an event as it is: when
+//! unsure, nothing is taken away from it. What is unwrapped is cut out of the body byte for byte, so
+//! that numbers stay what they were.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use onlyonce::event::{Headers, PropertyId};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::collections::BTreeMap;
+
+use crate::config::Unwrapping;
+
+/// What is in a body: an event's own part of it.
+#[derive(Debug, Default)]
+pub(crate) struct Content {
+    pub(crate) body: Bytes,
+    pub(crate) headers: Headers,
+    pub(crate) property: Option<PropertyId>,
+    /// Put together from what identifies it, where the sender gives no id.
+    pub(crate) native: Option<PropertyId>,
+    pub(crate) event_type: Option<Bytes>,
+    pub(crate) time_ms: Option<i64>,
+}
+
+/// Everything in this body; more or less than one thing only where S3 notifications are expected.
+pub(crate) fn open(body: String, unwrapping: Unwrapping) -> Vec<Content> {
+    // Everything that is an envelope is an object.
+    if unwrapping == Unwrapping::Nothing || !body.trim_start().starts_with('{') {
+        return vec![plain(body)];
+    }
+    let Some(notification) = Notification::read(&body) else {
+        return open_inner(body, unwrapping, Content::default());
+    };
+    let mut outer = Content {
+        property: Some(PropertyId {
+            source: notification.topic_arn,
+            id: notification.message_id.into(),
+        }),
+        ..Content::default()
+    };
+    for (name, attribute) in notification.message_attributes.unwrap_or_default() {
+        outer.headers.push(name, attribute.bytes());
+    }
+    open_inner(notification.message, unwrapping, outer)
+}
+
+fn plain(body: String) -> Content {
+    Content {
+        body: body.into(),
+        ..Content::default()
+    }
+}
+
+/// What SNS wrapped, or what came by itself.
+fn open_inner(body: String, unwrapping: Unwrapping, outer: Content) -> Vec<Content> {
+    if let Some(event) = BusEvent::read(&body) {
+        return vec![Content {
+            property: Some(PropertyId {
+                source: format!("aws:eventbridge:{}:{}", event.account, event.source),
+                id: event.id.into(),
+            }),
+            event_type: Some(event.detail_type.into()),
+            body: Bytes::copy_from_slice(event.detail.get().as_bytes()),
+            ..outer
+        }];
+    }
+    if unwrapping == Unwrapping::WithS3
+        && let Some(records) = s3_records(&body)
+    {
+        return records
+            .into_iter()
+            .map(|record| Content {
+                headers: outer.headers.clone(),
+                ..record
+            })
+            .collect();
+    }
+    vec![Content {
+        body: body.into(),
+        ..outer
+    }]
+}
+
+/// What SNS delivers without raw message delivery.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Notification {
+    #[serde(rename = "Type")]
+    kind: String,
+    message_id: String,
+    topic_arn: String,
+    message: String,
+    /// Its presence is part of the shape.
+    #[serde(rename = "Timestamp")]
+    _timestamp: String,
+    message_attributes: Option<BTreeMap<String, Attribute>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Attribute {
+    #[serde(rename = "Type")]
+    kind: String,
+    value: String,
+}
+
+impl Notification {
+    fn read(body: &str) -> Option<Self> {
+        let read: Self = serde_json::from_str(body).ok()?;
+        (read.kind == "Notification" && read.topic_arn.starts_with("arn:")).then_some(read)
+    }
+}
+
+impl Attribute {
+    fn bytes(self) -> Bytes {
+        let binary = self.kind.starts_with("Binary");
+        match binary.then(|| STANDARD.decode(&self.value)) {
+            Some(Ok(bytes)) => bytes.into(),
+            _ => self.value.into(),
+        }
+    }
+}
+
+/// What EventBridge delivers without a transformation.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct BusEvent<'a> {
+    id: String,
+    source: String,
+    account: String,
+    detail_type: String,
+    #[serde(borrow)]
+    detail: &'a RawValue,
+    // The rest is there for the shape.
+    version: String,
+    #[serde(rename = "time")]
+    _time: String,
+    #[serde(rename = "region")]
+    _region: String,
+    #[serde(rename = "resources")]
+    _resources: Vec<String>,
+}
+
+impl<'a> BusEvent<'a> {
+    fn read(body: &'a str) -> Option<Self> {
+        let read: Self = serde_json::from_str(body).ok()?;
+        (read.version == "0").then_some(read)
+    }
+}
+
+#[derive(Deserialize)]
+struct S3Notification<'a> {
+    #[serde(borrow, rename = "Records")]
+    records: Vec<&'a RawValue>,
+}
+
+/// What S3 sends when notifications are switched on.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct S3Test {
+    service: String,
+    event: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct S3Record {
+    event_source: String,
+    event_name: String,
+    aws_region: String,
+    s3: S3,
+}
+
+#[derive(Deserialize)]
+struct S3 {
+    bucket: Bucket,
+    object: Object,
+}
+
+#[derive(Deserialize)]
+struct Bucket {
+    name: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Object {
+    key: String,
+    version_id: Option<String>,
+    sequencer: Option<String>,
+}
+
+/// The records, if this is a notification and all of its records are S3's. A test has none.
+fn s3_records(body: &str) -> Option<Vec<Content>> {
+    if let Ok(test) = serde_json::from_str::<S3Test>(body)
+        && test.service == "Amazon S3"
+        && test.event == "s3:TestEvent"
+    {
+        return Some(Vec::new());
+    }
+    let notification: S3Notification<'_> = serde_json::from_str(body).ok()?;
+    if notification.records.is_empty() {
+        return None;
+    }
+    notification.records.into_iter().map(s3_record).collect()
+}
+
+fn s3_record(raw: &RawValue) -> Option<Content> {
+    let record: S3Record = serde_json::from_str(raw.get()).ok()?;
+    if record.event_source != "aws:s3" {
+        return None;
+    }
+    let S3Record {
+        event_name,
+        aws_region,
+        s3: S3 { bucket, object },
+        ..
+    } = record;
+    // Without a sequencer two changes of one object look alike; then there is no identity.
+    let native = object.sequencer.map(|sequencer| {
+        let version = object.version_id.unwrap_or_default();
+        PropertyId {
+            source: format!("aws:s3:{aws_region}:{}", bucket.name),
+            id: format!(
+                "{}/{}@{version}#{sequencer}:{event_name}",
+                bucket.name, object.key
+            )
+            .into(),
+        }
+    });
+    Some(Content {
+        body: Bytes::copy_from_slice(raw.get().as_bytes()),
+        native,
+        event_type: Some(event_name.into()),
+        ..Content::default()
+    })
+}

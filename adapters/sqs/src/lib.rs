@@ -1,0 +1,74 @@
+//! Amazon SQS as a source of deliveries for [`onlyonce`] consumers.
+//!
+//! ```
+//! use onlyonce_sqs::{Connection, Sqs};
+//!
+//! // Or a client made by aws-config.
+//! let client = Connection::new("us-east-1", "test", "test").endpoint("http://localhost:9324").client()?;
+//! let orders = Sqs::queue(client, "http://localhost:9324/000000000000/orders").build()?;
+//! # drop(orders);
+//! # Ok::<_, onlyonce_sqs::ConfigError>(())
+//! ```
+//!
+//! The queue has to exist; this crate creates nothing. Standard and FIFO queues are consumed; a FIFO
+//! queue is known by its name, which ends in `.fifo`.
+//!
+//! # What is promised
+//!
+//! - **Acks** are deletions of what the consumer settled, up to ten in a call. An entry that failed is
+//!   repeated on its own. A deletion that SQS never confirms is harmless: the message comes again and
+//!   meets its claim.
+//! - **Visibility** is renewed every third of the timeout, counted from the moment at which a call was
+//!   sent, also while a message waits for a lane. When a renewal is refused, or has not been confirmed
+//!   by the end of the timeout, or after the twelve hours that SQS allows, the delivery is reported as
+//!   lost, and is not started.
+//! - **Giving back** makes a message visible at once, or after the delay that was asked for, rounded up
+//!   to whole seconds; SQS waits, not this process. It counts as a receive in SQS: see the queue's
+//!   `maxReceiveCount`. A delay ends with the twelve hours.
+//! - **Calls for messages** run in tasks of their own, as many as there is room for (one on an empty
+//!   queue). What a call brings is never lost by a caller that stops waiting.
+//! - **Every call has a time limit**, also at an endpoint that accepts and never answers. Failed calls
+//!   are repeated, after 0.1 s at first, every 10 s in the end; throttling is one of the reasons. What
+//!   only a person can change (a queue that is gone, a permission) is reported as fatal.
+//! - **Pausing and stopping** give back once what was not handed out, including what calls under way
+//!   still bring. Stopping waits for those calls for up to 8 s, and for the settlements of the rest.
+//! - **Keys and tokens** appear in no log, no error and no `Debug`.
+//!
+//! # Order
+//!
+//! Of a FIFO queue the ordering key is the `MessageGroupId`. When a message is lost or given back, those
+//! of its group that came after it are given back with it; other groups go on. A standard queue has no
+//! order; an ordering key from a message attribute keeps events of one key from running at the same time
+//! in one process, and no more.
+//!
+//! # Identity
+//!
+//! Message attributes are headers: `onlyonce-event-id`, CloudEvents' `ce-id` or one of your choice name
+//! the event. An envelope of SNS (`TopicArn`, `MessageId`) or EventBridge (account and source, `id`) does as
+//! well and is unwrapped: the handler gets what is inside. With
+//! [`s3_records`](SqsBuilder::s3_records) every record of an S3 notification is an event of its own.
+//! Without any of these the SQS `MessageId` is left, under the queue's [name](SqsBuilder::name); that is
+//! weak, as it changes when a producer sends again and when a message is moved out of a dead-letter
+//! queue. A `MessageDeduplicationId` is never an identity: SQS remembers it for five minutes.
+//!
+//! # TLS
+//!
+//! A client of your own brings its own TLS. [`Connection`] has it with the feature `tls`: rustls with
+//! ring and the system's certificates. A program that links ring and aws-lc both has to choose one of
+//! them for rustls (`CryptoProvider::install_default`).
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod check;
+mod config;
+mod connect;
+mod demand;
+mod envelope;
+mod identity;
+mod session;
+mod settle;
+mod source;
+mod status;
+
+pub use config::{ConfigError, OrderingKey, SqsBuilder};
+pub use connect::Connection;
+pub use source::Sqs;

@@ -1,0 +1,462 @@
+//! The calls: a task that has messages received, deleted, renewed and given back.
+//!
+//! What is to be called and what the answers mean is decided in the ledger; this task only carries it
+//! out. Each call has a task and a time limit of its own. The source shares the [`Desk`] with it and
+//! never waits for a call, so that nothing is lost when a caller drops a future: what a call brings is
+//! on the desk before anybody could stop waiting for it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use aws_sdk_sqs::types::{
+    BatchResultErrorEntry, ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry,
+    MessageSystemAttributeName, QueueAttributeName,
+};
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use onlyonce::source::SourceError;
+use tokio::sync::Notify;
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::config::Settings;
+use crate::connect::{Trouble, within};
+use crate::demand::Demand;
+use crate::identity::arrival;
+use crate::settle::{Answer, Arrival, BATCH, Entry, Ledger};
+use crate::status::Status;
+
+const FIRST_RETRY: Duration = Duration::from_millis(100);
+const SLOWEST_RETRY: Duration = Duration::from_secs(10);
+/// How long a deletion waits for others while calls for earlier ones are under way.
+const LINGER: Duration = Duration::from_millis(20);
+/// How many calls with settlements may be under way at once.
+const SETTLING: usize = 8;
+/// How long a stop waits for the calls under way. The consumer waits for ten seconds.
+const LAST_POLLS: Duration = Duration::from_secs(8);
+const BACKLOG_EVERY: Duration = Duration::from_secs(30);
+
+/// What the source and its session share. Nothing is waited for under this lock.
+pub(crate) struct Desk {
+    pub(crate) ledger: Ledger,
+    pub(crate) demand: Demand,
+    /// Nothing is taken: paused, or stopped for good.
+    pub(crate) closed: bool,
+    pub(crate) stopped: Option<Instant>,
+    /// Why receiving ended until the source is asked again.
+    pub(crate) broken: Option<SourceError>,
+}
+
+impl Desk {
+    fn new(settings: &Settings, window: usize) -> Self {
+        Self {
+            ledger: Ledger::new(settings.visibility_timeout),
+            demand: Demand::new(settings.polls, window),
+            closed: false,
+            stopped: None,
+            broken: None,
+        }
+    }
+
+    fn has_news(&self) -> bool {
+        self.ledger.waiting() > 0 || self.ledger.has_lost() || self.broken.is_some() || self.is_finished()
+    }
+
+    /// Stopped, and there is nothing to be told any more.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.stopped.is_some() && self.demand.under_way() == 0 && self.ledger.is_empty()
+    }
+}
+
+/// The desk and the two bells on it.
+pub(crate) struct Shared {
+    desk: Mutex<Desk>,
+    /// Rung for the session.
+    pub(crate) to_do: Notify,
+    /// Rung for the source.
+    pub(crate) news: Notify,
+}
+
+impl Shared {
+    pub(crate) fn desk(&self) -> MutexGuard<'_, Desk> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The source's end of it. Dropping it drops all calls.
+pub(crate) struct Session {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) ended: AbortOnDropHandle<()>,
+}
+
+impl Session {
+    pub(crate) fn start(
+        settings: Arc<Settings>,
+        status: Arc<Status>,
+        window: usize,
+        watch_backlog: bool,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            desk: Mutex::new(Desk::new(&settings, window)),
+            to_do: Notify::new(),
+            news: Notify::new(),
+        });
+        let run = Run {
+            _backlog: watch_backlog.then(|| watch(settings.clone(), status.clone())),
+            settings,
+            status,
+            shared: shared.clone(),
+            polls: JoinSet::new(),
+            settling: JoinSet::new(),
+            retry: retry(),
+            poll_again: None,
+            linger: None,
+            acks_lost: 0,
+        };
+        Self {
+            shared,
+            ended: AbortOnDropHandle::new(tokio::spawn(run.run())),
+        }
+    }
+}
+
+struct Polled {
+    ask: usize,
+    sent: Instant,
+    messages: Result<Vec<Arrival>, Trouble>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Delete,
+    Change,
+}
+
+struct Settled {
+    kind: Kind,
+    sent: Instant,
+    answers: Vec<(Entry, Answer)>,
+    trouble: Option<Trouble>,
+}
+
+struct Run {
+    settings: Arc<Settings>,
+    status: Arc<Status>,
+    shared: Arc<Shared>,
+    polls: JoinSet<Polled>,
+    settling: JoinSet<Settled>,
+    retry: ExponentialBackoff,
+    /// Until then nothing is received, as the last call failed.
+    poll_again: Option<Instant>,
+    /// When deletions that wait for company go without.
+    linger: Option<Instant>,
+    acks_lost: u64,
+    _backlog: Option<AbortOnDropHandle<()>>,
+}
+
+impl Run {
+    /// Runs until it is dropped with the source.
+    async fn run(mut self) {
+        loop {
+            let wake_at = self.call_what_is_due();
+            tokio::select! {
+                biased;
+                Some(settled) = self.settling.join_next(), if !self.settling.is_empty() => {
+                    self.note(unpanicked(settled));
+                }
+                Some(polled) = self.polls.join_next(), if !self.polls.is_empty() => {
+                    self.arrive(unpanicked(polled));
+                }
+                () = self.shared.to_do.notified() => {}
+                () = sleep_until_some(wake_at) => {}
+            }
+        }
+    }
+
+    /// Starts every call whose time has come, and says when the next one's does.
+    fn call_what_is_due(&mut self) -> Option<Instant> {
+        let shared = self.shared.clone();
+        let mut desk = shared.desk();
+        let now = Instant::now();
+        desk.ledger.tick(now);
+        self.give_up_polls(&mut desk, now);
+        self.settle(&mut desk, now);
+        self.poll(&mut desk, now);
+        self.report_lost_acks(&desk);
+        if desk.has_news() {
+            shared.news.notify_one();
+        }
+        let last_polls = desk
+            .stopped
+            .filter(|_| desk.demand.under_way() > 0)
+            .map(|at| at + LAST_POLLS);
+        [
+            desk.ledger.wake_at(),
+            self.poll_again.filter(|&at| at > now),
+            self.linger,
+            last_polls,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
+    }
+
+    fn settle(&mut self, desk: &mut Desk, now: Instant) {
+        loop {
+            let entries = desk.ledger.next_changes(now);
+            if entries.is_empty() {
+                break;
+            }
+            self.settling
+                .spawn(settle(self.settings.clone(), Kind::Change, entries));
+        }
+        let waited = self.linger.is_some_and(|at| at <= now);
+        while self.settling.len() < SETTLING
+            && (desk.ledger.deletions() >= BATCH || self.settling.is_empty() || waited)
+        {
+            let entries = desk.ledger.next_deletions();
+            if entries.is_empty() {
+                break;
+            }
+            self.settling
+                .spawn(settle(self.settings.clone(), Kind::Delete, entries));
+        }
+        self.linger = match desk.ledger.deletions() {
+            0 => None,
+            // All calls are busy: the next answer looks again.
+            _ if self.settling.len() >= SETTLING => None,
+            _ => self.linger.filter(|&at| at > now).or(Some(now + LINGER)),
+        };
+    }
+
+    fn poll(&mut self, desk: &mut Desk, now: Instant) {
+        if desk.closed || desk.broken.is_some() || self.poll_again.is_some_and(|at| at > now) {
+            return;
+        }
+        while let Some(ask) = desk.demand.next(desk.ledger.waiting()) {
+            self.polls.spawn(poll(self.settings.clone(), ask));
+        }
+    }
+
+    /// What a call still brings after this comes again when its visibility is over.
+    fn give_up_polls(&mut self, desk: &mut Desk, now: Instant) {
+        if desk.stopped.is_some_and(|at| at + LAST_POLLS <= now) && !self.polls.is_empty() {
+            tracing::debug!(queue = %self.settings.name, calls = self.polls.len(), "calls for messages were abandoned at the stop");
+            self.polls = JoinSet::new();
+            desk.demand = Demand::new(self.settings.polls, 1);
+        }
+    }
+
+    fn arrive(&mut self, polled: Polled) {
+        let mut desk = self.shared.desk();
+        let brought = polled.messages.as_ref().map_or(0, Vec::len);
+        desk.demand.answered(polled.ask, brought);
+        match polled.messages {
+            Ok(arrivals) => {
+                self.retry = retry();
+                self.poll_again = None;
+                self.status.up(None);
+                desk.ledger.arrived(polled.sent, arrivals);
+                if desk.closed {
+                    desk.ledger.give_back_waiting(Instant::now());
+                }
+            }
+            Err(trouble) => {
+                let error = trouble.explain(&self.settings, "receive from");
+                if self.poll_again.is_none() {
+                    tracing::warn!(queue = %self.settings.name, %error, "SQS gives no messages, trying again");
+                }
+                self.status.down(error.to_string());
+                self.poll_again = Some(Instant::now() + self.retry.next().unwrap_or(SLOWEST_RETRY));
+                if error.is_fatal() && !desk.closed {
+                    desk.ledger.lose_all();
+                    desk.demand.room(0);
+                    desk.broken = Some(error);
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, settled: Settled) {
+        if let Some(trouble) = &settled.trouble {
+            let error = trouble.explain(&self.settings, "settle messages of");
+            tracing::debug!(queue = %self.settings.name, %error, "a call failed and is repeated");
+        }
+        let mut desk = self.shared.desk();
+        let now = Instant::now();
+        for (entry, answer) in settled.answers {
+            match settled.kind {
+                Kind::Delete => desk.ledger.deleted(now, entry.number, answer),
+                Kind::Change => desk.ledger.changed(now, settled.sent, &entry, answer),
+            }
+        }
+    }
+
+    fn report_lost_acks(&mut self, desk: &Desk) {
+        let acks_lost = desk.ledger.acks_lost();
+        if acks_lost > self.acks_lost {
+            // Harmless: those messages come again, and their claims say that they were done.
+            tracing::debug!(queue = %self.settings.name, acks_lost = acks_lost - self.acks_lost, "deletions were not confirmed");
+            self.acks_lost = acks_lost;
+        }
+    }
+}
+
+/// One call for messages.
+async fn poll(settings: Arc<Settings>, ask: usize) -> Polled {
+    let sent = Instant::now();
+    let call = settings
+        .client
+        .receive_message()
+        .queue_url(&settings.url)
+        .max_number_of_messages(whole(ask as u64))
+        .wait_time_seconds(whole(settings.wait_time.as_secs()))
+        .visibility_timeout(whole(settings.visibility_timeout.as_secs()))
+        .message_system_attribute_names(MessageSystemAttributeName::All)
+        .message_attribute_names("All")
+        .send();
+    let answer = within(settings.wait_time + settings.call_timeout, call).await;
+    let messages = answer.map(|answer| {
+        let messages = answer.messages.unwrap_or_default();
+        messages
+            .into_iter()
+            .filter_map(|message| arrival(message, &settings))
+            .collect()
+    });
+    Polled { ask, sent, messages }
+}
+
+/// One call with up to ten entries, and what SQS said to each.
+async fn settle(settings: Arc<Settings>, kind: Kind, entries: Vec<Entry>) -> Settled {
+    let sent = Instant::now();
+    let failed = match kind {
+        Kind::Delete => delete(&settings, &entries).await,
+        Kind::Change => change(&settings, &entries).await,
+    };
+    let (answers, trouble) = match failed {
+        Ok(failed) => (answers(entries, &failed), None),
+        Err(trouble) => {
+            let all_again = entries.into_iter().map(|entry| (entry, Answer::Again));
+            (all_again.collect(), Some(trouble))
+        }
+    };
+    Settled {
+        kind,
+        sent,
+        answers,
+        trouble,
+    }
+}
+
+async fn delete(settings: &Settings, entries: &[Entry]) -> Result<Vec<BatchResultErrorEntry>, Trouble> {
+    let mut call = settings.client.delete_message_batch().queue_url(&settings.url);
+    for (at, entry) in entries.iter().enumerate() {
+        let entry = DeleteMessageBatchRequestEntry::builder()
+            .id(at.to_string())
+            .receipt_handle(&entry.handle)
+            .build()
+            .map_err(|e| unbuildable(&e))?;
+        call = call.entries(entry);
+    }
+    let answer = within(settings.call_timeout, call.send()).await?;
+    Ok(answer.failed)
+}
+
+async fn change(settings: &Settings, entries: &[Entry]) -> Result<Vec<BatchResultErrorEntry>, Trouble> {
+    let mut call = settings
+        .client
+        .change_message_visibility_batch()
+        .queue_url(&settings.url);
+    for (at, entry) in entries.iter().enumerate() {
+        let entry = ChangeMessageVisibilityBatchRequestEntry::builder()
+            .id(at.to_string())
+            .receipt_handle(&entry.handle)
+            .visibility_timeout(entry.seconds)
+            .build()
+            .map_err(|e| unbuildable(&e))?;
+        call = call.entries(entry);
+    }
+    let answer = within(settings.call_timeout, call.send()).await?;
+    Ok(answer.failed)
+}
+
+fn unbuildable(error: &aws_sdk_sqs::error::BuildError) -> Trouble {
+    Trouble {
+        text: error.to_string(),
+        refused: false,
+    }
+}
+
+/// The answer is 200 whatever became of the entries; each failure stands in it with its reason.
+fn answers(entries: Vec<Entry>, failed: &[BatchResultErrorEntry]) -> Vec<(Entry, Answer)> {
+    entries
+        .into_iter()
+        .enumerate()
+        .map(|(at, entry)| {
+            let failure = failed.iter().find(|failure| failure.id() == at.to_string());
+            let answer = match failure {
+                None => Answer::Done,
+                Some(failure) if is_void(failure) => Answer::Gone,
+                Some(_) => Answer::Again,
+            };
+            (entry, answer)
+        })
+        .collect()
+}
+
+/// Our own fault is a handle that is void, as all else in an entry is made here; unless it is that we
+/// call too often.
+fn is_void(failure: &BatchResultErrorEntry) -> bool {
+    failure.sender_fault() && !failure.code().contains("Thrott") && !failure.code().contains("OverLimit")
+}
+
+/// Keeps the number of waiting messages fresh.
+fn watch(settings: Arc<Settings>, status: Arc<Status>) -> AbortOnDropHandle<()> {
+    AbortOnDropHandle::new(tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(BACKLOG_EVERY).await;
+            let call = settings
+                .client
+                .get_queue_attributes()
+                .queue_url(&settings.url)
+                .attribute_names(QueueAttributeName::ApproximateNumberOfMessages)
+                .send();
+            let backlog = within(settings.call_timeout, call).await.ok().and_then(|answer| {
+                let attributes = answer.attributes?;
+                attributes
+                    .get(&QueueAttributeName::ApproximateNumberOfMessages)?
+                    .parse()
+                    .ok()
+            });
+            status.backlog(backlog);
+        }
+    }))
+}
+
+/// No call is cancelled while its answer is waited for. One that panics ends the session, which the
+/// source notices.
+fn unpanicked<T>(ended: Result<T, JoinError>) -> T {
+    ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
+}
+
+/// Without end: SQS may be away for hours.
+fn retry() -> ExponentialBackoff {
+    ExponentialBuilder::default()
+        .with_min_delay(FIRST_RETRY)
+        .with_max_delay(SLOWEST_RETRY)
+        .with_factor(2.0)
+        .with_jitter()
+        .without_max_times()
+        .build()
+}
+
+fn whole(number: u64) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+async fn sleep_until_some(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

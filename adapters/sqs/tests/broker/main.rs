@@ -1,0 +1,9 @@
+//! The source against an SQS emulator.
+//!
+//! `ONLYONCE_SQS_URL` names its endpoint (`eval "$(scripts/services env)"`). Without it every test says
+//! `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+mod conformance;
+mod harness;
+mod proxy;
