@@ -19,13 +19,17 @@ pub(crate) const VISIBILITY: Duration = Duration::from_secs(3);
 
 /// The emulator's endpoint, or `None` and a line that says so.
 pub(crate) fn endpoint() -> Option<String> {
-    match std::env::var("ONLYONCE_SQS_URL") {
+    variable("ONLYONCE_SQS_URL")
+}
+
+pub(crate) fn variable(name: &str) -> Option<String> {
+    match std::env::var(name) {
         Ok(value) if !value.is_empty() => Some(value),
         _ if std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1") => {
-            panic!("ONLYONCE_SQS_URL is not set")
+            panic!("{name} is not set")
         }
         _ => {
-            println!("skipped: no ONLYONCE_SQS_URL");
+            println!("skipped: no {name}");
             None
         }
     }
@@ -68,6 +72,21 @@ impl Queue {
             endpoint,
             client,
         })
+    }
+
+    /// After so many receives a message goes to that queue.
+    pub(crate) async fn redrives_to(&self, dead: &Queue, most: u32) {
+        let name = dead.url.rsplit('/').next().unwrap();
+        let policy = format!(
+            r#"{{"deadLetterTargetArn":"arn:aws:sqs:us-east-1:000000000000:{name}","maxReceiveCount":{most}}}"#
+        );
+        self.client
+            .set_queue_attributes()
+            .queue_url(&self.url)
+            .attributes(QueueAttributeName::RedrivePolicy, policy)
+            .send()
+            .await
+            .unwrap();
     }
 
     pub(crate) fn is_fifo(&self) -> bool {

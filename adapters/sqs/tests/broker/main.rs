@@ -4,6 +4,12 @@
 //! `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
+mod checks;
 mod conformance;
+mod deliveries;
+mod failures;
 mod harness;
+mod pausing;
 mod proxy;
+mod settling;
+mod stopping;

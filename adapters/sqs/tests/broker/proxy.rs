@@ -18,6 +18,8 @@ enum Mode {
     Frozen,
     /// Connections are closed, and new ones at once.
     Cut,
+    /// Connections are closed, and on new ones every call is refused for being one too many.
+    Throttling,
 }
 
 type Calls = Arc<Mutex<BTreeMap<String, u32>>>;
@@ -58,6 +60,10 @@ impl Proxy {
         self.mode.send_replace(Mode::Frozen);
     }
 
+    pub(crate) fn throttle(&self) {
+        self.mode.send_replace(Mode::Throttling);
+    }
+
     pub(crate) fn mend(&self) {
         self.mode.send_replace(Mode::Flowing);
     }
@@ -69,8 +75,17 @@ impl Proxy {
 }
 
 async fn connection(client: TcpStream, address: String, mut modes: watch::Receiver<Mode>, calls: Calls) {
-    if *modes.borrow() == Mode::Cut {
-        return;
+    let mode = *modes.borrow();
+    match mode {
+        Mode::Cut => return,
+        Mode::Throttling => {
+            tokio::select! {
+                () = refuse(client, calls) => {}
+                _ = modes.wait_for(|mode| *mode != Mode::Throttling) => {}
+            }
+            return;
+        }
+        Mode::Flowing | Mode::Frozen => {}
     }
     let Ok(server) = TcpStream::connect(address).await else {
         return;
@@ -80,7 +95,7 @@ async fn connection(client: TcpStream, address: String, mut modes: watch::Receiv
     tokio::select! {
         () = copy(from_client, to_server, modes.clone(), Some(calls)) => {}
         () = copy(from_server, to_client, modes.clone(), None) => {}
-        _ = modes.wait_for(|mode| *mode == Mode::Cut) => {}
+        _ = modes.wait_for(|mode| matches!(mode, Mode::Cut | Mode::Throttling)) => {}
     }
 }
 
@@ -105,6 +120,23 @@ async fn copy(
             return;
         }
     }
+}
+
+/// Answers every call as SQS does when there are too many.
+async fn refuse(mut client: TcpStream, calls: Calls) {
+    const BODY: &str = r#"{"__type":"com.amazonaws.sqs#RequestThrottled","message":"slow down"}"#;
+    let answer = format!(
+        "HTTP/1.1 403 Forbidden\r\nContent-Type: application/x-amz-json-1.0\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{BODY}",
+        BODY.len()
+    );
+    let mut buffer = vec![0; 64 << 10];
+    let Ok(read @ 1..) = client.read(&mut buffer).await else {
+        return;
+    };
+    if let Some(name) = call(&buffer[..read]) {
+        *calls.lock().unwrap().entry(name).or_default() += 1;
+    }
+    client.write_all(answer.as_bytes()).await.ok();
 }
 
 /// The name of the call whose header this is: a client sends it in one piece.
