@@ -874,7 +874,7 @@ mod tests {
                 for receipt in ledger.take_lost() {
                     let at = held.iter().position(|delivery| delivery.receipt == receipt);
                     prop_assert!(at.is_some(), "{receipt:?} is lost, and nobody had it");
-                    held.remove(at.unwrap());
+                    drop(held.remove(at.unwrap()));
                 }
                 prop_assert_eq!(held.len(), ledger.outstanding());
                 let deletions = ledger.next_deletions();

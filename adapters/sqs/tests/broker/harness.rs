@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use aws_sdk_sqs::Client;
 use aws_sdk_sqs::primitives::Blob;
 use aws_sdk_sqs::types::{MessageAttributeValue, QueueAttributeName};
-use bytes::Bytes;
 use onlyonce::event::Headers;
 use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source};
 use onlyonce_conformance::Depth;
@@ -166,7 +165,9 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         let deleting = self.client.delete_queue().queue_url(&self.url).send();
-        tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(deleting)).ok();
+        // It may be gone already.
+        let deleting = async { drop(deleting.await) };
+        tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(deleting));
     }
 }
 
@@ -243,7 +244,7 @@ pub(crate) async fn release(source: &mut Sqs, delivery: Delivery, after: Option<
 }
 
 pub(crate) fn body(delivery: &Delivery) -> String {
-    let body = delivery.event.payload.clone().unwrap_or_else(Bytes::new);
+    let body = delivery.event.payload.clone().unwrap_or_default();
     String::from_utf8(body.to_vec()).unwrap()
 }
 
