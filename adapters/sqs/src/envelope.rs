@@ -23,7 +23,8 @@ pub(crate) struct Content {
     /// Put together from what identifies it, where the sender gives no id.
     pub(crate) native: Option<PropertyId>,
     pub(crate) event_type: Option<Bytes>,
-    pub(crate) time_ms: Option<i64>,
+    /// It is this one of several in its message. What names the message does not name it.
+    pub(crate) part: Option<usize>,
 }
 
 /// Everything in this body; more or less than one thing only where S3 notifications are expected.
@@ -71,13 +72,7 @@ fn open_inner(body: String, unwrapping: Unwrapping, outer: Content) -> Vec<Conte
     if unwrapping == Unwrapping::WithS3
         && let Some(records) = s3_records(&body)
     {
-        return records
-            .into_iter()
-            .map(|record| Content {
-                headers: outer.headers.clone(),
-                ..record
-            })
-            .collect();
+        return records;
     }
     vec![Content {
         body: body.into(),
@@ -206,10 +201,11 @@ fn s3_records(body: &str) -> Option<Vec<Content>> {
     if notification.records.is_empty() {
         return None;
     }
-    notification.records.into_iter().map(s3_record).collect()
+    let records = notification.records.into_iter().enumerate();
+    records.map(|(at, raw)| s3_record(at, raw)).collect()
 }
 
-fn s3_record(raw: &RawValue) -> Option<Content> {
+fn s3_record(at: usize, raw: &RawValue) -> Option<Content> {
     let record: S3Record = serde_json::from_str(raw.get()).ok()?;
     if record.event_source != "aws:s3" {
         return None;
@@ -220,7 +216,7 @@ fn s3_record(raw: &RawValue) -> Option<Content> {
         s3: S3 { bucket, object },
         ..
     } = record;
-    // Without a sequencer two changes of one object look alike; then there is no identity.
+    // Without a sequencer two changes of one object look alike: they are not told apart by this.
     let native = object.sequencer.map(|sequencer| {
         let version = object.version_id.unwrap_or_default();
         PropertyId {
@@ -236,6 +232,98 @@ fn s3_record(raw: &RawValue) -> Option<Content> {
         body: Bytes::copy_from_slice(raw.get().as_bytes()),
         native,
         event_type: Some(event_name.into()),
+        part: Some(at),
         ..Content::default()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EVENT: &str = r#"{"version":"0","id":"ev-1","detail-type":"Order Paid","source":"shop","account":"42","time":"2026-01-01T00:00:00Z","region":"r","resources":[],"detail":{"cents": 1.50, "n":9007199254740993}}"#;
+
+    fn one(body: &str, unwrapping: Unwrapping) -> Content {
+        let mut contents = open(body.to_owned(), unwrapping);
+        assert_eq!(contents.len(), 1);
+        contents.remove(0)
+    }
+
+    fn source_and_id(content: &Content) -> Option<(String, String)> {
+        let property = content.property.as_ref()?;
+        let id = String::from_utf8(property.id.to_vec()).unwrap();
+        Some((property.source.clone(), id))
+    }
+
+    fn notification(message: &str) -> String {
+        let message = serde_json::to_string(message).unwrap();
+        format!(
+            r#"{{"Type":"Notification","MessageId":"m","TopicArn":"arn:aws:sns:r:1:t","Message":{message},"Timestamp":"t"}}"#
+        )
+    }
+
+    #[test]
+    fn eventbridge_s_detail_is_cut_out_byte_for_byte() {
+        let content = one(EVENT, Unwrapping::Known);
+        assert_eq!(
+            source_and_id(&content),
+            Some(("aws:eventbridge:42:shop".into(), "ev-1".into()))
+        );
+        assert_eq!(content.event_type.as_deref(), Some(&b"Order Paid"[..]));
+        assert_eq!(content.body, r#"{"cents": 1.50, "n":9007199254740993}"#);
+    }
+
+    #[test]
+    fn envelopes_in_envelopes_are_opened_and_the_inner_identity_holds() {
+        let content = one(&notification(EVENT), Unwrapping::Known);
+        assert_eq!(
+            source_and_id(&content),
+            Some(("aws:eventbridge:42:shop".into(), "ev-1".into()))
+        );
+        let s3 = r#"{"Records":[{"eventSource":"aws:s3","eventName":"e","awsRegion":"r","s3":{"bucket":{"name":"b"},"object":{"key":"k","versionId":"v","sequencer":"0A"}}}]}"#;
+        let content = one(&notification(s3), Unwrapping::WithS3);
+        assert_eq!(content.native.unwrap().id, "b/k@v#0A:e");
+        assert_eq!(
+            one(&notification(s3), Unwrapping::Known).body,
+            s3,
+            "S3 is a choice"
+        );
+    }
+
+    #[test]
+    fn a_body_that_only_resembles_an_envelope_is_an_event_as_it_is() {
+        let bodies = [
+            EVENT.replace(r#""version":"0""#, r#""version":"1""#),
+            EVENT.replace(r#""account":"42","#, ""),
+            EVENT.replace(r#""resources":[]"#, r#""resources":"none""#),
+            notification("x").replace("arn:", "urn:"),
+            notification("x").replace("Notification", "Notice"),
+            notification("x").replace(r#""MessageId":"m","#, ""),
+            r#"{"Records":[{"eventSource":"aws:ses"}]}"#.to_owned(),
+            r#"{"Service":"Amazon S3","Event":"s3:Other"}"#.to_owned(),
+            "[1]".to_owned(),
+            "{".to_owned(),
+            String::new(),
+        ];
+        for body in bodies {
+            for unwrapping in [Unwrapping::Known, Unwrapping::WithS3] {
+                let content = one(&body, unwrapping);
+                assert_eq!(content.body, body);
+                assert!(content.property.is_none() && content.native.is_none(), "{body}");
+            }
+        }
+    }
+
+    #[test]
+    fn records_of_one_foreign_source_leave_the_whole_message_as_it_is() {
+        let s3 = r#"{"eventSource":"aws:s3","eventName":"e","awsRegion":"r","s3":{"bucket":{"name":"b"},"object":{"key":"k"}}}"#;
+        let mixed = format!(r#"{{"Records":[{s3},{{"eventSource":"aws:ses"}}]}}"#);
+        assert_eq!(one(&mixed, Unwrapping::WithS3).body, mixed);
+        let alone = format!(r#"{{"Records":[{s3}]}}"#);
+        let content = one(&alone, Unwrapping::WithS3);
+        assert!(
+            content.native.is_none(),
+            "without a sequencer there is no identity"
+        );
+    }
 }

@@ -52,52 +52,70 @@ fn redelivery(message: &Message) -> Redelivery {
 }
 
 fn events(message: Message, settings: &Settings) -> Vec<RawEvent> {
-    let own = headers(&message);
-    let native = message.message_id.as_ref().map(|id| PropertyId {
-        source: settings.name.clone(),
-        id: Bytes::copy_from_slice(id.as_bytes()),
-    });
-    let origin = Origin {
-        system: SYSTEM,
-        destination: settings.name.clone(),
+    let arrived = Arrived {
+        headers: headers(&message),
+        id: message.message_id.clone(),
+        sent: system(&message, MessageSystemAttributeName::SentTimestamp).and_then(|ms| ms.parse().ok()),
+        group: system(&message, MessageSystemAttributeName::MessageGroupId)
+            .map(|group| Bytes::copy_from_slice(group.as_bytes())),
         detail: detail(&message),
     };
-    let sent = system(&message, MessageSystemAttributeName::SentTimestamp).and_then(|ms| ms.parse().ok());
-    let group = system(&message, MessageSystemAttributeName::MessageGroupId)
-        .map(|group| Bytes::copy_from_slice(group.as_bytes()));
     open(message.body.unwrap_or_default(), settings.unwrapping)
         .into_iter()
-        .map(|content| {
-            let Content {
-                body,
-                headers: inner,
-                property,
-                native: weak,
-                event_type,
-                time_ms,
-            } = content;
-            let mut headers = own.clone();
-            for (name, value) in inner.iter() {
-                headers.push(name, Bytes::copy_from_slice(value.unwrap_or_default()));
-            }
-            RawEvent {
-                event_type: event_type
-                    .or_else(|| header(&headers, OWN_TYPE_HEADER))
-                    .or_else(|| header(&headers, CLOUD_EVENTS_TYPE)),
-                key: match &settings.ordering_key {
-                    OrderingKey::OwnHeader => header(&headers, OWN_KEY_HEADER),
-                    OrderingKey::Header(name) => header(&headers, name),
-                    OrderingKey::GroupId => group.clone(),
-                },
-                payload: Some(body),
-                headers,
-                time_ms: time_ms.or(sent),
-                property,
-                native: weak.or_else(|| native.clone()),
-                origin: origin.clone(),
-            }
-        })
+        .map(|content| event(content, &arrived, settings))
         .collect()
+}
+
+/// What a message says of all that is in it.
+struct Arrived {
+    headers: Headers,
+    id: Option<String>,
+    sent: Option<i64>,
+    group: Option<Bytes>,
+    detail: String,
+}
+
+fn event(content: Content, message: &Arrived, settings: &Settings) -> RawEvent {
+    let mut headers = match content.part {
+        // An id among them would make all the parts one event, of which one would be applied.
+        Some(_) => Headers::new(),
+        None => message.headers.clone(),
+    };
+    for (name, value) in content.headers.iter() {
+        headers.push(name, Bytes::copy_from_slice(value.unwrap_or_default()));
+    }
+    let native = content.native.or_else(|| {
+        let id = message.id.as_deref()?;
+        let id = match content.part {
+            Some(part) => format!("{id}/{part}"),
+            None => id.to_owned(),
+        };
+        Some(PropertyId {
+            source: settings.name.clone(),
+            id: id.into(),
+        })
+    });
+    RawEvent {
+        event_type: content
+            .event_type
+            .or_else(|| header(&headers, OWN_TYPE_HEADER))
+            .or_else(|| header(&headers, CLOUD_EVENTS_TYPE)),
+        key: match &settings.ordering_key {
+            OrderingKey::OwnHeader => header(&headers, OWN_KEY_HEADER),
+            OrderingKey::Header(name) => header(&headers, name),
+            OrderingKey::GroupId => message.group.clone(),
+        },
+        payload: Some(content.body),
+        headers,
+        time_ms: message.sent,
+        property: content.property,
+        native,
+        origin: Origin {
+            system: SYSTEM,
+            destination: settings.name.clone(),
+            detail: message.detail.clone(),
+        },
+    }
 }
 
 fn header(headers: &Headers, name: &str) -> Option<Bytes> {
@@ -142,4 +160,68 @@ fn detail(message: &Message) -> String {
         }
     }
     detail
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use onlyonce::event::IdentityRules;
+
+    use super::*;
+    use crate::{Connection, Sqs};
+
+    fn text(value: &str) -> MessageAttributeValue {
+        MessageAttributeValue::builder()
+            .data_type("String")
+            .string_value(value)
+            .build()
+            .unwrap()
+    }
+
+    #[test]
+    fn records_of_one_message_are_never_one_event() {
+        let client = Connection::new("r", "k", "s")
+            .endpoint("http://h")
+            .client()
+            .unwrap();
+        let settings = Sqs::queue(client, "http://h/1/files")
+            .s3_records()
+            .settings()
+            .unwrap();
+        // Without sequencers, and with an id for the message: nothing tells them apart but their place.
+        let record = r#"{"eventSource":"aws:s3","eventName":"e","awsRegion":"r","s3":{"bucket":{"name":"b"},"object":{"key":"k"}}}"#;
+        let message = Message::builder()
+            .message_id("m")
+            .receipt_handle("h")
+            .message_attributes("onlyonce-event-id", text("e1"))
+            .message_attributes("onlyonce-event-source", text("s"))
+            .body(format!(r#"{{"Records":[{record},{record},{record}]}}"#))
+            .build();
+        let ids = |message: Message| -> Vec<String> {
+            let events = arrival(message, &settings).unwrap().events;
+            events
+                .iter()
+                .map(|event| IdentityRules::auto().identify(event).unwrap().id)
+                .collect()
+        };
+        let first = ids(message.clone());
+        assert_eq!(first.iter().collect::<HashSet<_>>().len(), 3, "{first:?}");
+        assert_eq!(first, ids(message), "the same at the next delivery");
+    }
+
+    #[test]
+    fn the_receive_count_includes_this_delivery() {
+        for (count, redelivery) in [
+            ("1", Redelivery::No),
+            ("2", Redelivery::Times(1)),
+            ("7", Redelivery::Times(6)),
+            ("many", Redelivery::No),
+        ] {
+            let message = Message::builder()
+                .attributes(MessageSystemAttributeName::ApproximateReceiveCount, count)
+                .build();
+            assert_eq!(super::redelivery(&message), redelivery);
+        }
+    }
 }
