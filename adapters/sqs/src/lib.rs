@@ -46,10 +46,20 @@
 //! Message attributes are headers: `onlyonce-event-id`, CloudEvents' `ce-id` or one of your choice name
 //! the event. An envelope of SNS (`TopicArn`, `MessageId`) or EventBridge (account and source, `id`) does as
 //! well and is unwrapped: the handler gets what is inside. With
-//! [`s3_records`](SqsBuilder::s3_records) every record of an S3 notification is an event of its own.
+//! [`s3_records`](SqsBuilder::s3_records) every record of an S3 notification is an event of its own, to
+//! which the attributes of its message do not belong.
 //! Without any of these the SQS `MessageId` is left, under the queue's [name](SqsBuilder::name); that is
 //! weak, as it changes when a producer sends again and when a message is moved out of a dead-letter
 //! queue. A `MessageDeduplicationId` is never an identity: SQS remembers it for five minutes.
+//!
+//! # What it may do, and what it costs
+//!
+//! The role needs `sqs:ReceiveMessage`, `sqs:DeleteMessage` and `sqs:ChangeMessageVisibility`. With
+//! `sqs:GetQueueAttributes` the queue is checked at start (retention against the dedup window, redrive
+//! policy, dead-letter queue), and the backlog is known, by a call every 30 s.
+//!
+//! An idle consumer calls once per [wait time](SqsBuilder::wait_time), a busy one twice for up to ten
+//! messages, and once more per third of a visibility timeout for up to ten that take that long.
 //!
 //! # TLS
 //!
