@@ -23,10 +23,9 @@ use uuid::Uuid;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
 pub use claim::{ClaimAnswer, ClaimRequest, Claims, HeldState, Outcome};
-pub(crate) use connection::answer;
 pub use connection::{Connection, Tx};
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
-pub(crate) use connection::{Open, Session};
+pub(crate) use connection::{Open, Session, answer};
 pub use error::{CommitError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
 #[cfg(feature = "postgres")]
