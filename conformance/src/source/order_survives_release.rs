@@ -17,10 +17,15 @@ pub async fn order_survives_release<H: SourceHarness>(harness: &H) -> Result {
             .publish(all.iter().map(|(id, key)| keyed(id, key)).collect())
             .await?;
         let mut tap = Tap::open(harness, all.len()).await?;
-        let taken = tap.take(8).await?;
+        // Of a key that is withheld one can always be in hand.
+        let (some, many) = if tap.can.withholds_keys {
+            (3, 3)
+        } else {
+            (8, all.len())
+        };
+        let taken = tap.take(some).await?;
         in_order(&taken)?;
         tap.release(taken).await?;
-        let many = if tap.can.withholds_keys { 8 } else { all.len() };
         let mut taken = tap.take(many).await?;
         in_order(&taken)?;
 
