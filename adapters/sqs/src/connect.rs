@@ -13,18 +13,15 @@ use onlyonce::source::SourceError;
 use crate::config::{ConfigError, Settings};
 
 /// What only a person can change.
-const REFUSALS: [&str; 15] = [
+const REFUSALS: [&str; 12] = [
     "AccessDenied",
     "AccessDeniedException",
     "AuthFailure",
-    "AWS.SimpleQueueService.NonExistentQueue",
     "InvalidAddress",
     "InvalidClientTokenId",
     "InvalidSecurity",
-    "KmsAccessDenied",
-    "KmsDisabled",
-    "KmsInvalidKeyUsage",
-    "KmsNotFound",
+    "NonExistentQueue",
+    "OptInRequired",
     "QueueDoesNotExist",
     "SignatureDoesNotMatch",
     "UnrecognizedClientException",
@@ -199,7 +196,7 @@ fn trouble<E: ProvideErrorMetadata + StdError + 'static>(error: &SdkError<E>) ->
                 None => code.to_owned(),
             };
             Trouble {
-                refused: REFUSALS.contains(&code),
+                refused: is_refusal(code),
                 text,
             }
         }
@@ -212,6 +209,13 @@ fn trouble<E: ProvideErrorMetadata + StdError + 'static>(error: &SdkError<E>) ->
             text: chain(error),
         },
     }
+}
+
+/// The same error has a name of its own in each of the two protocols.
+fn is_refusal(code: &str) -> bool {
+    let name = code.strip_prefix("AWS.SimpleQueueService.").unwrap_or(code);
+    let of_the_key = name.starts_with("KMS.") || name.starts_with("Kms");
+    REFUSALS.contains(&name) || (of_the_key && !name.contains("Throttl"))
 }
 
 /// The SDK's errors say only the outermost of what happened.
@@ -231,6 +235,29 @@ fn chain(error: &dyn StdError) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_passes_by_itself_is_no_refusal() {
+        for code in [
+            "AWS.SimpleQueueService.NonExistentQueue",
+            "QueueDoesNotExist",
+            "AccessDenied",
+            "KMS.DisabledException",
+            "KmsAccessDenied",
+        ] {
+            assert!(is_refusal(code), "{code}");
+        }
+        for code in [
+            "RequestThrottled",
+            "KMS.ThrottlingException",
+            "KmsThrottled",
+            "OverLimit",
+            "ExpiredToken",
+            "InternalError",
+        ] {
+            assert!(!is_refusal(code), "{code}");
+        }
+    }
 
     #[test]
     fn secrets_are_in_no_text() {

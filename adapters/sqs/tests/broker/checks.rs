@@ -19,10 +19,7 @@ async fn a_queue_that_is_not_there_is_fatal() {
         .unwrap_err();
     assert!(error.is_fatal(), "{error}");
     let text = error.to_string();
-    assert!(
-        text.contains(&url) && text.contains("QueueDoesNotExist"),
-        "{text}"
-    );
+    assert!(text.contains(&url) && text.contains(GONE), "{text}");
     assert_eq!(source.health().problem, Some(text));
 }
 

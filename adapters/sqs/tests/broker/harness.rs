@@ -1,5 +1,6 @@
 //! A queue of its own per test, and what SQS says about it.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,8 @@ use onlyonce_sqs::{Connection, Sqs, SqsBuilder};
 
 /// How long anything may take that is expected to happen.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
+/// What SQS says of a queue that does not exist, in the words of either of its protocols.
+pub(crate) const GONE: &str = "does not exist";
 /// Short, as tests wait for its end, and long enough for a busy machine to renew it.
 pub(crate) const VISIBILITY: Duration = Duration::from_secs(3);
 
@@ -75,10 +78,12 @@ impl Queue {
 
     /// After so many receives a message goes to that queue.
     pub(crate) async fn redrives_to(&self, dead: &Queue, most: u32) {
-        let name = dead.url.rsplit('/').next().unwrap();
-        let policy = format!(
-            r#"{{"deadLetterTargetArn":"arn:aws:sqs:us-east-1:000000000000:{name}","maxReceiveCount":{most}}}"#
-        );
+        let dead = dead
+            .attributes()
+            .await
+            .remove(&QueueAttributeName::QueueArn)
+            .unwrap();
+        let policy = format!(r#"{{"deadLetterTargetArn":"{dead}","maxReceiveCount":{most}}}"#);
         self.client
             .set_queue_attributes()
             .queue_url(&self.url)
@@ -113,7 +118,7 @@ impl Queue {
         send.send().await.unwrap();
     }
 
-    pub(crate) async fn depth(&self) -> Depth {
+    async fn attributes(&self) -> HashMap<QueueAttributeName, String> {
         let answer = self
             .client
             .get_queue_attributes()
@@ -122,7 +127,11 @@ impl Queue {
             .send()
             .await
             .unwrap();
-        let attributes = answer.attributes.unwrap();
+        answer.attributes.unwrap()
+    }
+
+    pub(crate) async fn depth(&self) -> Depth {
+        let attributes = self.attributes().await;
         let number = |name: QueueAttributeName| attributes[&name].parse().unwrap();
         Depth {
             waiting: number(QueueAttributeName::ApproximateNumberOfMessages),
