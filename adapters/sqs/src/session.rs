@@ -28,6 +28,8 @@ use crate::status::Status;
 
 const FIRST_RETRY: Duration = Duration::from_millis(100);
 const SLOWEST_RETRY: Duration = Duration::from_secs(10);
+/// Not more often than this is an empty queue asked, also if it answers at once.
+const EMPTY_PACE: Duration = Duration::from_millis(500);
 /// How long a deletion waits for others while calls for earlier ones are under way.
 const LINGER: Duration = Duration::from_millis(20);
 /// How many calls with settlements may be under way at once.
@@ -109,6 +111,7 @@ impl Session {
             polls: JoinSet::new(),
             settling: JoinSet::new(),
             retry: retry(),
+            failing: false,
             poll_again: None,
             linger: None,
             acks_lost: 0,
@@ -146,7 +149,8 @@ struct Run {
     polls: JoinSet<Polled>,
     settling: JoinSet<Settled>,
     retry: ExponentialBackoff,
-    /// Until then nothing is received, as the last call failed.
+    failing: bool,
+    /// Until then nothing is received, as the last call failed or brought nothing.
     poll_again: Option<Instant>,
     /// When deletions that wait for company go without.
     linger: Option<Instant>,
@@ -253,8 +257,11 @@ impl Run {
         desk.demand.answered(polled.ask, brought);
         match polled.messages {
             Ok(arrivals) => {
-                self.retry = retry();
-                self.poll_again = None;
+                if std::mem::take(&mut self.failing) {
+                    self.retry = retry();
+                    tracing::info!(queue = %self.settings.name, "SQS answers again");
+                }
+                self.poll_again = (brought == 0).then_some(polled.sent + EMPTY_PACE);
                 self.status.up(None);
                 desk.ledger.arrived(polled.sent, arrivals);
                 if desk.closed {
@@ -263,7 +270,7 @@ impl Run {
             }
             Err(trouble) => {
                 let error = trouble.explain(&self.settings, "receive from");
-                if self.poll_again.is_none() {
+                if !std::mem::replace(&mut self.failing, true) {
                     tracing::warn!(queue = %self.settings.name, %error, "SQS gives no messages, trying again");
                 }
                 self.status.down(error.to_string());

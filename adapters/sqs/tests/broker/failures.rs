@@ -103,6 +103,23 @@ async fn throttling_slows_the_calls_down_and_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_empty_queue_that_answers_at_once_is_not_asked_all_the_time() {
+    let Some(queue) = Queue::standard().await else {
+        return;
+    };
+    let proxy = Proxy::before(&queue.endpoint).await;
+    let builder = queue.source_at(&proxy.url).wait_time(Duration::ZERO);
+    let mut source = started(builder, 40).await;
+    nothing(&mut source, Duration::from_millis(1800)).await;
+    let calls = proxy.calls("ReceiveMessage");
+    assert!((2..=4).contains(&calls), "{calls} calls");
+    queue.fill("", 1).await;
+    let one = some(&mut source, 1).await;
+    ack(&mut source, one).await;
+    queue.becomes(0, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn deletions_that_fail_are_repeated_until_they_are_confirmed() {
     let Some(queue) = Queue::standard().await else {
         return;
