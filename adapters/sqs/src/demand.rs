@@ -42,11 +42,18 @@ impl Demand {
         self.room = self.room.saturating_sub(deliveries);
     }
 
-    /// How many messages the next call should ask for, while this many deliveries wait here.
-    pub(crate) fn next(&mut self, waiting: usize) -> Option<usize> {
-        let free = self.room.saturating_sub(self.asked + waiting);
+    /// Nothing waits here, nothing is under way, and the room is too little to be worth a call.
+    pub(crate) fn is_little(&self, waiting: usize) -> bool {
         let idle = self.under_way == 0 && waiting == 0;
-        if free == 0 || self.under_way >= self.breadth || (free < self.worth_it && !idle) {
+        idle && (1..self.worth_it).contains(&self.room)
+    }
+
+    /// How many messages the next call should ask for, while this many deliveries wait here. With
+    /// `little` a little room will do: there may never be more, as where it is bounded by bytes.
+    pub(crate) fn next(&mut self, waiting: usize, little: bool) -> Option<usize> {
+        let free = self.room.saturating_sub(self.asked + waiting);
+        let worth_it = free >= self.worth_it || (little && self.is_little(waiting));
+        if !worth_it || self.under_way >= self.breadth {
             return None;
         }
         let ask = free.min(BATCH);
@@ -79,7 +86,7 @@ mod tests {
     const NONE: [usize; 0] = [];
 
     fn all(demand: &mut Demand, waiting: usize) -> Vec<usize> {
-        std::iter::from_fn(|| demand.next(waiting)).collect()
+        std::iter::from_fn(|| demand.next(waiting, false)).collect()
     }
 
     #[test]
@@ -109,13 +116,16 @@ mod tests {
     }
 
     #[test]
-    fn a_little_room_is_asked_for_only_when_nothing_else_is() {
+    fn a_little_room_is_asked_for_when_there_is_no_more_for_long() {
         let mut demand = Demand::new(4, 64);
         demand.breadth = 4;
         demand.room(3);
-        assert_eq!(all(&mut demand, 0), [3], "or it would never be used");
+        assert!(demand.is_little(0));
+        assert_eq!(all(&mut demand, 0), NONE, "more may come");
+        assert_eq!(demand.next(0, true), Some(3), "or it would never be used");
         demand.room(8);
-        assert_eq!(all(&mut demand, 0), NONE, "five more are not worth a call");
+        assert!(!demand.is_little(0), "one is under way");
+        assert_eq!(demand.next(0, true), None, "five more are not worth a call");
         demand.room(13);
         assert_eq!(all(&mut demand, 0), [10]);
     }

@@ -30,8 +30,10 @@ const FIRST_RETRY: Duration = Duration::from_millis(100);
 const SLOWEST_RETRY: Duration = Duration::from_secs(10);
 /// Not more often than this is an empty queue asked, also if it answers at once.
 const EMPTY_PACE: Duration = Duration::from_millis(500);
-/// How long a deletion waits for others while calls for earlier ones are under way.
+/// How long a deletion waits for others.
 const LINGER: Duration = Duration::from_millis(20);
+/// How long after a call a little room waits to become more.
+const LITTLE_ROOM: Duration = Duration::from_millis(50);
 /// How many calls with settlements may be under way at once.
 const SETTLING: usize = 8;
 /// How long a stop waits for the calls under way. The consumer waits for ten seconds.
@@ -113,6 +115,7 @@ impl Session {
             retry: retry(),
             failing: false,
             poll_again: None,
+            little_from: Instant::now(),
             linger: None,
             acks_lost: 0,
         };
@@ -152,6 +155,8 @@ struct Run {
     failing: bool,
     /// Until then nothing is received, as the last call failed or brought nothing.
     poll_again: Option<Instant>,
+    /// From then on a little room is worth a call.
+    little_from: Instant,
     /// When deletions that wait for company go without.
     linger: Option<Instant>,
     acks_lost: u64,
@@ -190,6 +195,11 @@ impl Run {
         if desk.has_news() {
             shared.news.notify_one();
         }
+        let little = desk
+            .demand
+            .is_little(desk.ledger.waiting())
+            .then_some(self.little_from)
+            .filter(|&at| at > now);
         let last_polls = desk
             .stopped
             .filter(|_| desk.demand.under_way() > 0)
@@ -198,6 +208,7 @@ impl Run {
             desk.ledger.wake_at(),
             self.poll_again.filter(|&at| at > now),
             self.linger,
+            little,
             last_polls,
         ]
         .into_iter()
@@ -214,10 +225,10 @@ impl Run {
             self.settling
                 .spawn(settle(self.settings.clone(), Kind::Change, entries));
         }
-        let waited = self.linger.is_some_and(|at| at <= now);
-        while self.settling.len() < SETTLING
-            && (desk.ledger.deletions() >= BATCH || self.settling.is_empty() || waited)
-        {
+        // A FIFO queue hands out no more of a group until what it has is deleted, and a stop waits for all.
+        let urgent = desk.closed || (self.settings.fifo && self.settling.is_empty());
+        let waited = urgent || self.linger.is_some_and(|at| at <= now);
+        while self.settling.len() < SETTLING && (desk.ledger.deletions() >= BATCH || waited) {
             let entries = desk.ledger.next_deletions();
             if entries.is_empty() {
                 break;
@@ -237,8 +248,10 @@ impl Run {
         if desk.closed || desk.broken.is_some() || self.poll_again.is_some_and(|at| at > now) {
             return;
         }
-        while let Some(ask) = desk.demand.next(desk.ledger.waiting()) {
+        let little = self.little_from <= now || desk.ledger.outstanding() == 0;
+        while let Some(ask) = desk.demand.next(desk.ledger.waiting(), little) {
             self.polls.spawn(poll(self.settings.clone(), ask));
+            self.little_from = now + LITTLE_ROOM;
         }
     }
 
