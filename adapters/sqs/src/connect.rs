@@ -280,6 +280,22 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "tls")]
+    #[tokio::test]
+    async fn a_handshake_with_a_server_that_speaks_none_is_an_error_and_no_panic() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("https://{}", listener.local_addr().unwrap());
+        let server = tokio::spawn(async move { drop(listener.accept().await) });
+        let client = Connection::new("r", "k", "s")
+            .endpoint(endpoint)
+            .client()
+            .unwrap();
+        let call = client.list_queues().send();
+        let trouble = within(Duration::from_secs(10), call).await.unwrap_err();
+        assert!(!trouble.refused, "{trouble:?}");
+        server.await.unwrap();
+    }
+
     #[cfg(not(feature = "tls"))]
     #[test]
     fn tls_that_is_not_there_is_named_at_build_time() {
