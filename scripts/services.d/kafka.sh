@@ -1,0 +1,182 @@
+# shellcheck shell=bash disable=SC2034,SC2154 # variables shared with scripts/lib/services.sh
+#
+# Apache Kafka in KRaft mode: one node that is broker and controller, plaintext, no passwords.
+#
+# The jars come through Maven once and are kept in the service's directory, beside the data.
+
+unset "${!KAFKA_@}" CLASSPATH JAVA_TOOL_OPTIONS # The caller's are about other programs.
+
+readonly kafka_version=${ONLYONCE_KAFKA_VERSION:-4.1.1} java_least=17
+
+svc_ports() {
+    cat <<END
+port 19092
+controller_port 19093
+END
+}
+
+svc_find() {
+    find_java || return 1
+    [[ $dir ]] || enter # `up` looks before it settles on a directory.
+    kafka_libs=${ONLYONCE_KAFKA_LIBS:-$dir/jars-$kafka_version}
+    compgen -G "$kafka_libs/kafka-server-*.jar" >/dev/null
+}
+
+find_java() {
+    local candidate version
+    while read -r candidate; do
+        [[ -x $candidate ]] || continue
+        version=$("$candidate" -version 2>&1 | grep -o 'version "[0-9]*' | grep -o '[0-9]*$') || continue
+        if ((version >= java_least)); then
+            java=$candidate
+            return
+        fi
+    done < <(java_candidates)
+    return 1
+}
+
+java_candidates() {
+    if [[ ${ONLYONCE_JAVA:-} ]]; then
+        echo "$ONLYONCE_JAVA"
+        return
+    fi
+    command -v java || true
+    find /usr/lib/jvm -mindepth 3 -maxdepth 3 -path '*/bin/java' 2>/dev/null | sort -rV
+}
+
+svc_install() {
+    local -a packages=()
+    find_java || packages+=(openjdk-17-jre-headless)
+    command -v mvn >/dev/null || packages+=(maven)
+    if ((${#packages[@]} > 0)); then install_packages '' "${packages[@]}"; fi
+    [[ ${ONLYONCE_KAFKA_LIBS:-} ]] || fetch_jars
+}
+
+# Under another name until it is complete: an interrupted download must not pass for a server.
+fetch_jars() {
+    [[ $dir ]] || enter
+    local new=$dir/jars.new log=$dir/maven.log
+    say "fetching Apache Kafka $kafka_version through Maven"
+    rm -rf "$new"
+    mkdir -p "$new"
+    write_pom >"$new/pom.xml"
+    if ! mvn --quiet --batch-mode --file "$new/pom.xml" \
+        org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy-dependencies \
+        -DincludeScope=runtime -DoutputDirectory="$new" </dev/null >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        die "Maven could not fetch Apache Kafka; all of its output is in $log"
+    fi
+    rm -rf "$dir/jars-$kafka_version"
+    mv "$new" "$dir/jars-$kafka_version"
+}
+
+write_pom() {
+    cat <<END
+<project xmlns="http://maven.apache.org/POM/4.0.0">
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>onlyonce</groupId>
+  <artifactId>kafka</artifactId>
+  <version>1</version>
+  <packaging>pom</packaging>
+  <dependencies>
+    <dependency>
+      <groupId>org.apache.kafka</groupId>
+      <artifactId>kafka_2.13</artifactId>
+      <version>$kafka_version</version>
+    </dependency>
+    <dependency> <!-- what writes the server's log -->
+      <groupId>org.apache.logging.log4j</groupId>
+      <artifactId>log4j-slf4j-impl</artifactId>
+      <version>2.24.3</version>
+    </dependency>
+  </dependencies>
+</project>
+END
+}
+
+svc_prepare() {
+    mkdir -p "$dir/log"
+    write_settings >"$dir/server.properties"
+    write_logging >"$dir/log4j2.properties"
+    [[ -e $dir/data/meta.properties ]] || format_storage
+}
+
+# One partition of offsets is enough for tests, and starts in a tenth of the time that fifty need.
+# Without the delay a group's first member need not wait for others.
+write_settings() {
+    cat <<END
+# Written by scripts/services at every start.
+process.roles=broker,controller
+node.id=1
+controller.quorum.bootstrap.servers=127.0.0.1:${ports[controller_port]}
+listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]}
+advertised.listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]}
+controller.listener.names=CONTROLLER
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT
+log.dir=$dir/data
+auto.create.topics.enable=false
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.state.log.num.partitions=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.num.partitions=1
+group.initial.rebalance.delay.ms=0
+group.min.session.timeout.ms=1000
+log.retention.check.interval.ms=1000
+log.cleaner.dedupe.buffer.size=2097152
+END
+}
+
+write_logging() {
+    cat <<END
+# Written by scripts/services at every start.
+appender.console.type=Console
+appender.console.name=console
+appender.console.layout.type=PatternLayout
+appender.console.layout.pattern=%d %p %m (%c)%n
+rootLogger.level=WARN
+rootLogger.appenderRef.console.ref=console
+END
+}
+
+# Under another name until it is complete: an interrupted attempt must not pass for a formatted log.
+format_storage() {
+    local new=$dir/data.new
+    rm -rf "$new" "$dir/data"
+    sed "s#^log.dir=.*#log.dir=$new#" "$dir/server.properties" >"$dir/format.properties"
+    if ! { run_java kafka.tools.StorageTool format --standalone \
+        -t "$(run_java kafka.tools.StorageTool random-uuid)" -c "$dir/format.properties"; } >"$dir/log/format.log" 2>&1; then
+        fail_with_logs "the log directory could not be formatted"
+    fi
+    mv "$new" "$dir/data"
+}
+
+run_java() { "$java" -Xmx256m -cp "$kafka_libs/*" "$@"; }
+
+svc_mark() { printf -- '-Donlyonce.service=%s' "$dir"; }
+
+# The serial collector and a small heap: a machine that runs tests has better use for its memory.
+svc_command() {
+    command=("$java" -Xmx512m -Xms256m -XX:+UseSerialGC -Djava.awt.headless=true
+        "-Dlog4j2.configurationFile=$dir/log4j2.properties" "$(svc_mark)"
+        -cp "$kafka_libs/*" kafka.Kafka "$dir/server.properties")
+}
+
+# A port open is not yet a broker: asks for the versions of its protocol (ApiVersions, version 0,
+# correlation id 7) and expects that id and no error in the answer.
+svc_ready() (
+    LC_ALL=C
+    exec 3<>"/dev/tcp/127.0.0.1/${ports[port]}" || exit 1
+    printf '\0\0\0\x0a\0\x12\0\0\0\0\0\x07\xff\xff' >&3
+    answer=$(timeout 5 head -c 10 <&3 | od -An -v -tx1 | tr -d ' \n')
+    [[ ${answer:8:12} == 000000070000 ]]
+) 2>/dev/null
+
+svc_describe() { echo "Apache Kafka $kafka_version on 127.0.0.1:${ports[port]}"; }
+
+svc_env() { print_export ONLYONCE_KAFKA_BROKERS "127.0.0.1:${ports[port]}"; }
+
+svc_logs() { printf '%s\n' "$dir/log/format.log" "$dir/output.log"; }
