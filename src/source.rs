@@ -95,8 +95,9 @@ impl Plan {
 pub enum Incoming {
     /// New deliveries, at least one.
     Deliveries(Vec<Delivery>),
-    /// These receipts are void (a channel closed, a lease ran out): what was not started is dropped,
-    /// what runs finishes and its settlement changes nothing.
+    /// These receipts are void (a channel closed, a lease ran out): what was not started is dropped
+    /// and settled as released at once, what runs finishes. No settlement of a lost receipt has to
+    /// change anything; a source that may still use it for a while knows by them when nothing runs.
     Lost(Vec<Receipt>),
     /// After `stop`: everything handed out was settled or lost, the settlements are flushed, nothing more will come.
     Closed,

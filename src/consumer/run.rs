@@ -209,8 +209,8 @@ impl<'a, S: Inbox> Intake<'a, S> {
                 self.window().admit(deliveries);
             }
             Ok(Incoming::Lost(receipts)) => {
-                let followers = self.window().lose(&receipts);
-                self.settle(followers).await;
+                let unstarted = self.window().lose(&receipts);
+                self.settle(unstarted).await;
             }
             Ok(Incoming::Closed) => {
                 self.closed = true;

@@ -153,26 +153,27 @@ impl Window {
     }
 
     /// These receipts are void. What was not started is dropped, and takes what waits behind it with
-    /// it: those are returned as given back. What runs is left to finish.
+    /// it: both are returned as given back. What runs is left to finish. So each lost receipt is
+    /// settled once, and a source can tell when nothing of what it lost runs any more.
     pub(crate) fn lose(&mut self, receipts: &[Receipt]) -> Vec<Settlement> {
         let lost: HashSet<_> = receipts.iter().copied().collect();
         let mut keys = HashSet::new();
-        for queue in &mut self.queues {
-            queue.retain(|delivery| {
-                if !lost.contains(&delivery.receipt) {
-                    return true;
-                }
+        let mut dropped = Vec::new();
+        for index in 0..self.queues.len() {
+            let (out, kept): (VecDeque<_>, VecDeque<_>) = self.queues[index]
+                .drain(..)
+                .partition(|delivery| lost.contains(&delivery.receipt));
+            self.queues[index] = kept;
+            for delivery in out {
                 keys.extend(delivery.event.key.clone());
-                if let Some(gone) = self.in_hand.remove(&delivery.receipt) {
-                    self.bytes -= gone.bytes;
-                }
-                false
-            });
+                self.remove(delivery.receipt);
+                dropped.push(delivery.release(None));
+            }
         }
-        if self.ordering == Ordering::Unordered || keys.is_empty() {
-            return Vec::new();
+        if self.ordering == Ordering::PerKey && !keys.is_empty() {
+            dropped.extend(self.release_where(|key| key.is_some_and(|key| keys.contains(key))));
         }
-        self.release_where(|key| key.is_some_and(|key| keys.contains(key)))
+        dropped
     }
 
     /// Every receipt is void: the source broke.
@@ -345,7 +346,7 @@ mod tests {
             delivery(4, "b"),
         ]);
         let (lane, work) = window.assign().unwrap();
-        assert_eq!(receipts(&window.lose(&[Receipt(1), Receipt(2)])), [3]);
+        assert_eq!(receipts(&window.lose(&[Receipt(1), Receipt(2)])), [2, 3]);
         assert_eq!(window.in_hand.len(), 2, "the running one and key b");
         let mut done: Vec<_> = work.into_iter().map(Delivery::ack).collect();
         window.finish(lane, &mut done, false);
