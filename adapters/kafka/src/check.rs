@@ -1,0 +1,221 @@
+//! What can be known before the first event: that the topics are there and keep what they hold for no
+//! longer than the database remembers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use onlyonce::source::{Plan, SourceError};
+use rdkafka::admin::{AdminClient, AdminOptions, ResourceSpecifier};
+use rdkafka::client::ClientContext;
+use rdkafka::config::{FromClientConfigAndContext, RDKafkaLogLevel};
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
+use rdkafka::error::KafkaError;
+use rdkafka::types::{RDKafkaErrorCode, RDKafkaRespErr};
+
+use crate::config::Settings;
+use crate::explain;
+
+/// A client that asks a few questions and hands its words to our log.
+struct Asking;
+
+impl ClientContext for Asking {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
+        explain::log(level, facility, message);
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        tracing::debug!(%error, reason, "Kafka client, at start");
+    }
+}
+
+impl ConsumerContext for Asking {}
+
+/// One topic as the brokers describe it.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct Topic {
+    name: String,
+    partitions: usize,
+    /// `None`: without end, or not told.
+    retention: Option<Duration>,
+    /// The log is compacted: the last record of each key stays for ever.
+    compacted: bool,
+}
+
+/// Asks the brokers, refuses what cannot work, and warns of what may not.
+pub(crate) async fn at_start(settings: &Arc<Settings>, plan: &Plan) -> Result<(), SourceError> {
+    let asked = settings.clone();
+    let mut topics = tokio::task::spawn_blocking(move || look(&asked))
+        .await
+        .map_err(SourceError::broken)??;
+    describe(settings, &mut topics).await;
+    for topic in &topics {
+        tracing::info!(topic = %topic.name, partitions = topic.partitions, retention = ?topic.retention, "the topic is there");
+    }
+    let warnings = judge(&topics, plan);
+    if settings.strict_checks && !warnings.is_empty() {
+        return Err(SourceError::fatal(warnings.join("; ")));
+    }
+    for warning in warnings {
+        tracing::warn!(consumer = %plan.consumer, "{warning}");
+    }
+    Ok(())
+}
+
+/// The topics that are named and have to be there. Blocks.
+fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
+    let config = settings.connection();
+    let client: BaseConsumer<Asking> =
+        BaseConsumer::from_config_and_context(&config, Asking).map_err(|e| explain::creation(&e))?;
+    let mut topics = Vec::new();
+    for name in settings.named_topics() {
+        let metadata = client
+            .fetch_metadata(Some(name), settings.connect_timeout)
+            .map_err(|e| unreachable(settings, &e))?;
+        let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else {
+            return Err(missing(settings, name));
+        };
+        match topic.error() {
+            None => topics.push(Topic {
+                name: name.to_owned(),
+                partitions: topic.partitions().len(),
+                ..Topic::default()
+            }),
+            Some(error) => return Err(refused(settings, name, error)),
+        }
+    }
+    Ok(topics)
+}
+
+fn unreachable(settings: &Settings, error: &KafkaError) -> SourceError {
+    SourceError::broken(format_args!(
+        "Kafka at {} does not answer: {error}",
+        settings.brokers
+    ))
+}
+
+fn missing(settings: &Settings, topic: &str) -> SourceError {
+    SourceError::fatal(format_args!(
+        "Kafka at {} has no topic {topic:?} (create it; this crate creates nothing)",
+        settings.brokers
+    ))
+}
+
+fn refused(settings: &Settings, topic: &str, error: RDKafkaRespErr) -> SourceError {
+    match RDKafkaErrorCode::from(error) {
+        RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic => {
+            missing(settings, topic)
+        }
+        RDKafkaErrorCode::TopicAuthorizationFailed => SourceError::fatal(format_args!(
+            "Kafka at {} does not let this user see the topic {topic:?} (it needs READ and DESCRIBE on it)",
+            settings.brokers
+        )),
+        RDKafkaErrorCode::InvalidTopic => SourceError::fatal(format_args!(
+            "{topic:?} is no name for a topic (a pattern is said by `topic_pattern`)"
+        )),
+        // Leaders are being elected: in a moment it is there.
+        code => SourceError::broken(format_args!("the topic {topic:?} is not ready: {code}")),
+    }
+}
+
+/// Adds what only its configuration tells. A user may not be allowed to read that; then it is not checked.
+async fn describe(settings: &Settings, topics: &mut [Topic]) {
+    if topics.is_empty() {
+        return;
+    }
+    let admin: AdminClient<Asking> =
+        match AdminClient::from_config_and_context(&settings.connection(), Asking) {
+            Ok(admin) => admin,
+            Err(error) => return unchecked(&explain::creation(&error).to_string()),
+        };
+    let options = AdminOptions::new().request_timeout(Some(settings.connect_timeout));
+    let names: Vec<String> = topics.iter().map(|topic| topic.name.clone()).collect();
+    let resources: Vec<_> = names.iter().map(|name| ResourceSpecifier::Topic(name)).collect();
+    match admin.describe_configs(&resources, &options).await {
+        Ok(described) => {
+            for (topic, described) in topics.iter_mut().zip(described) {
+                match described {
+                    Ok(config) => {
+                        let value = |name: &str| config.get(name).and_then(|entry| entry.value.as_deref());
+                        topic.compacted =
+                            value("cleanup.policy").is_some_and(|policy| policy.contains("compact"));
+                        topic.retention = value("retention.ms")
+                            .and_then(|ms| ms.parse().ok())
+                            .map(Duration::from_millis);
+                    }
+                    Err(error) => unchecked(&error.to_string()),
+                }
+            }
+        }
+        Err(error) => unchecked(&error.to_string()),
+    }
+    // Its destructor waits for its own thread, and this is a runtime's.
+    tokio::task::spawn_blocking(move || drop(admin));
+}
+
+fn unchecked(why: &str) {
+    tracing::info!(
+        why,
+        "the topics' retention was not checked against the deduplication window"
+    );
+}
+
+/// What may not work, in words. Pure.
+fn judge(topics: &[Topic], plan: &Plan) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if let Some(window) = plan.dedup_window {
+        for topic in topics {
+            let name = &topic.name;
+            match topic.retention {
+                _ if topic.compacted => warnings.push(format!(
+                    "the topic {name:?} is compacted and keeps records for ever, but identities are remembered for {window:?}: \
+                     a group that is reset applies older ones again"
+                )),
+                None => warnings.push(format!(
+                    "the topic {name:?} keeps records for ever, or does not say for how long, but identities are remembered for {window:?}: \
+                     a group that is reset applies older ones again"
+                )),
+                Some(retention) if retention > window => warnings.push(format!(
+                    "the topic {name:?} keeps records for {retention:?} (retention.ms), but identities are remembered for {window:?}: \
+                     a group that is reset applies older ones again (make the window longer than the retention)"
+                )),
+                Some(_) => {}
+            }
+        }
+    }
+    warnings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+    fn topic(retention: Option<Duration>, compacted: bool) -> Topic {
+        Topic {
+            name: "orders".to_owned(),
+            partitions: 3,
+            retention,
+            compacted,
+        }
+    }
+
+    fn plan(window: Option<Duration>) -> Plan {
+        let mut plan = Plan::for_window("c", 8);
+        plan.dedup_window = window;
+        plan
+    }
+
+    #[test]
+    fn what_is_kept_longer_than_remembered_is_warned_about() {
+        let week = plan(Some(7 * DAY));
+        assert!(judge(&[topic(Some(7 * DAY), false)], &week).is_empty());
+        assert!(judge(&[topic(Some(8 * DAY), false)], &week)[0].contains("retention.ms"));
+        assert!(judge(&[topic(None, false)], &week)[0].contains("for ever"));
+        assert!(judge(&[topic(Some(DAY), true)], &week)[0].contains("compacted"));
+        assert!(
+            judge(&[topic(None, true)], &plan(None)).is_empty(),
+            "remembered for ever"
+        );
+    }
+}

@@ -1,0 +1,62 @@
+//! Kafka topics as a source of deliveries for [`onlyonce`] consumers.
+//!
+//! ```
+//! use onlyonce_kafka::{Kafka, StartAt};
+//!
+//! let orders = Kafka::group("localhost:9092", "ledger")
+//!     .topic("orders")
+//!     .start_at(StartAt::Earliest)
+//!     .set("session.timeout.ms", "10000")
+//!     .build()?;
+//! # drop(orders);
+//! # Ok::<_, onlyonce_kafka::ConfigError>(())
+//! ```
+//!
+//! The topics have to exist; this crate creates nothing.
+//!
+//! # What is promised
+//!
+//! - **Offsets** are committed only up to the first event of a partition that is not done. Events of one
+//!   partition are done in any order; what is done behind an unfinished one comes again after a death and
+//!   meets its claim. A committed offset never goes back by this crate, also not that of a partition that
+//!   somebody else has by now.
+//! - **Giving back** is a matter of this process, as Kafka takes nothing back: the event waits here, and
+//!   later ones of its key behind it. Nothing goes round in a hot loop.
+//! - **A partition that leaves** is left in good order: what was not started is dropped, what runs is
+//!   waited for up to the [drain limit](KafkaBuilder::drain_limit), then the offset is committed. What was
+//!   lost (the group thought that this member was dead) stores nothing.
+//! - **Handlers may be slow.** The client is polled by a thread of its own, whatever handlers do;
+//!   a full buffer and an event that hangs pause partitions, and the member stays in its group.
+//! - **No jump in silence.** A group without an offset has to be told where to [begin](StartAt); a record
+//!   that retention deleted before it was read ends receiving, unless a [policy](OutOfRange) says otherwise.
+//! - **Pausing** keeps the membership and fetches nothing. **Stopping** waits for the settlements of what
+//!   was handed out, commits, and leaves the group, so that others go on at once.
+//! - **Values of settings** appear in no log, no error and no `Debug`.
+//!
+//! # Order
+//!
+//! A partition is in order, and an event's ordering key is the record's key: events of one key run one
+//! after another, different keys of one partition beside each other. Records without a key are ordered
+//! with nothing. [`OrderingKey::Partition`] makes a whole partition run in order.
+//!
+//! # Identity
+//!
+//! Headers are handed on as bytes, in order, with their repetitions; a null payload is not an empty one.
+//! An event without an id of its own is identified by where it stands in the log, `topic/partition/offset@timestamp`
+//! of the source `kafka:<`[`cluster`](KafkaBuilder::cluster)`>`. That is weak: an event that its producer
+//! sends twice counts as two. The event type is the header `onlyonce-event-type`, else `ce_type`.
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+mod buffer;
+mod check;
+mod config;
+mod explain;
+mod identity;
+mod position;
+mod session;
+mod settle;
+mod source;
+mod status;
+
+pub use config::{ConfigError, KafkaBuilder, OrderingKey, OutOfRange, StartAt};
+pub use source::Kafka;
