@@ -1,0 +1,369 @@
+//! A topic and a group of its own per test, and what the broker says about them.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use onlyonce::event::RawEvent;
+use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
+use onlyonce_kafka::{Kafka, KafkaBuilder, StartAt};
+use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::client::DefaultClientContext;
+use rdkafka::config::FromClientConfigAndContext;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::{ClientConfig, ClientContext, Offset, TopicPartitionList};
+
+/// How long anything may take that is expected to happen.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// Quick to notice, for tests.
+pub(crate) const QUICK: [(&str, &str); 4] = [
+    ("session.timeout.ms", "6000"),
+    ("heartbeat.interval.ms", "200"),
+    ("auto.commit.interval.ms", "100"),
+    ("topic.metadata.refresh.interval.ms", "1000"),
+];
+
+/// The brokers, or `None` and a line that says so.
+pub(crate) fn brokers() -> Option<String> {
+    match std::env::var("ONLYONCE_KAFKA_BROKERS") {
+        Ok(value) if !value.is_empty() => Some(value),
+        _ if std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1") => {
+            panic!("ONLYONCE_KAFKA_BROKERS is not set")
+        }
+        _ => {
+            println!("skipped: no ONLYONCE_KAFKA_BROKERS");
+            None
+        }
+    }
+}
+
+/// A topic that exists until this is dropped, and a producer to fill it.
+pub(crate) struct Topic {
+    pub(crate) brokers: String,
+    pub(crate) name: String,
+    pub(crate) group: String,
+    admin: AdminClient<DefaultClientContext>,
+    producer: FutureProducer,
+}
+
+impl Topic {
+    /// `None` if there is no broker to test against.
+    pub(crate) async fn of(partitions: i32) -> Option<Self> {
+        Self::with(partitions, &[]).await
+    }
+
+    pub(crate) async fn with(partitions: i32, settings: &[(&str, &str)]) -> Option<Self> {
+        let brokers = brokers()?;
+        let mut config = ClientConfig::new();
+        config.set("bootstrap.servers", &brokers);
+        let admin: AdminClient<DefaultClientContext> = config.create().unwrap();
+        let producer = config.set("linger.ms", "1").set("acks", "all").create().unwrap();
+        let name = unique("topic");
+        let topic = Self {
+            group: format!("{name}-group"),
+            brokers,
+            name,
+            admin,
+            producer,
+        };
+        topic.create(partitions, settings).await;
+        Some(topic)
+    }
+
+    pub(crate) async fn create(&self, partitions: i32, settings: &[(&str, &str)]) {
+        let mut new = NewTopic::new(&self.name, partitions, TopicReplication::Fixed(1));
+        for (name, value) in settings {
+            new = new.set(name, value);
+        }
+        let created = self.admin.create_topics([&new], &options()).await.unwrap();
+        created.into_iter().for_each(|topic| {
+            topic.unwrap();
+        });
+        // Created is not yet led: a client that asks at once is told of no leader.
+        let until = Instant::now() + SOON;
+        while !self.is_led(partitions) {
+            assert!(Instant::now() < until, "the topic has no leaders");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    fn is_led(&self, partitions: i32) -> bool {
+        let metadata = self.admin.inner().fetch_metadata(Some(&self.name), SOON).unwrap();
+        metadata.topics().iter().any(|topic| {
+            topic.error().is_none()
+                && topic.partitions().len() == partitions as usize
+                && topic
+                    .partitions()
+                    .iter()
+                    .all(|p| p.leader() >= 0 && p.error().is_none())
+        })
+    }
+
+    pub(crate) async fn grow(&self, partitions: usize) {
+        self.admin
+            .create_partitions([&NewPartitions::new(&self.name, partitions)], &options())
+            .await
+            .unwrap();
+    }
+
+    pub(crate) async fn delete(&self) {
+        self.admin.delete_topics(&[&self.name], &options()).await.unwrap();
+    }
+
+    /// Deletes what is before this offset, as retention does.
+    pub(crate) async fn delete_before(&self, partition: i32, offset: i64) {
+        let mut list = TopicPartitionList::new();
+        list.add_partition_offset(&self.name, partition, Offset::Offset(offset))
+            .unwrap();
+        self.admin.delete_records(&list, &options()).await.unwrap();
+    }
+
+    pub(crate) async fn publish(&self, events: Vec<RawEvent>) {
+        self.publish_to(None, events).await;
+    }
+
+    pub(crate) async fn publish_to(&self, partition: Option<i32>, events: Vec<RawEvent>) {
+        let mut sent = Vec::new();
+        for event in &events {
+            let mut headers = OwnedHeaders::new();
+            for (key, value) in event.headers.iter() {
+                headers = headers.insert(Header { key, value });
+            }
+            if let Some(kind) = &event.event_type {
+                headers = headers.insert(Header {
+                    key: "onlyonce-event-type",
+                    value: Some(&kind[..]),
+                });
+            }
+            let mut record = FutureRecord::<[u8], [u8]>::to(&self.name).headers(headers);
+            record.partition = partition;
+            record.key = event.key.as_deref();
+            record.payload = event.payload.as_deref();
+            sent.push(self.producer.send_result(record).map_err(|(e, _)| e).unwrap());
+        }
+        for delivery in sent {
+            delivery.await.unwrap().map_err(|(e, _)| e).unwrap();
+        }
+    }
+
+    /// Publishes bodies `1..=count` under these keys in turn, to one partition.
+    pub(crate) async fn fill(&self, partition: i32, count: usize, keys: &[&'static str]) {
+        let events = (0..count)
+            .map(|n| RawEvent {
+                key: (!keys.is_empty()).then(|| keys[n % keys.len()].into()),
+                payload: Some((n + 1).to_string().into()),
+                ..RawEvent::default()
+            })
+            .collect();
+        self.publish_to(Some(partition), events).await;
+    }
+
+    /// What the group has committed of a partition.
+    pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
+        let (brokers, group, name) = (self.brokers.clone(), self.group.clone(), self.name.clone());
+        tokio::task::spawn_blocking(move || {
+            let client: BaseConsumer = ClientConfig::new()
+                .set("bootstrap.servers", &brokers)
+                .set("group.id", &group)
+                .create()
+                .unwrap();
+            let mut list = TopicPartitionList::new();
+            list.add_partition(&name, partition);
+            let committed = client.committed_offsets(list, SOON).unwrap();
+            committed.elements()[0]
+                .offset()
+                .to_raw()
+                .filter(|offset| *offset >= 0)
+        })
+        .await
+        .unwrap()
+    }
+
+    pub(crate) async fn becomes_committed(&self, partition: i32, offset: i64) {
+        let until = Instant::now() + SOON;
+        loop {
+            let committed = self.committed(partition).await;
+            if committed == Some(offset) {
+                return;
+            }
+            assert!(Instant::now() < until, "{committed:?} is committed, not {offset}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    pub(crate) fn source(&self) -> KafkaBuilder {
+        let builder = Kafka::group(&self.brokers, &self.group)
+            .topic(&self.name)
+            .start_at(StartAt::Earliest);
+        QUICK
+            .into_iter()
+            .fold(builder, |builder, (name, value)| builder.set(name, value))
+    }
+
+    /// Another member of the group, of this strategy, which joins and is there when this returns.
+    pub(crate) async fn rival(&self, strategy: &str) -> Rival {
+        let mut config = ClientConfig::new();
+        config
+            .set("bootstrap.servers", &self.brokers)
+            .set("group.id", &self.group)
+            .set("partition.assignment.strategy", strategy)
+            .set("enable.auto.commit", "false");
+        for (name, value) in &QUICK[..2] {
+            config.set(*name, *value);
+        }
+        Rival::join(config, self.name.clone()).await
+    }
+}
+
+impl Drop for Topic {
+    fn drop(&mut self) {
+        tokio::task::block_in_place(|| tokio::runtime::Handle::current().block_on(self.delete()));
+    }
+}
+
+fn options() -> AdminOptions {
+    AdminOptions::new().operation_timeout(Some(SOON))
+}
+
+/// A member of the group on a thread of its own, that reads nothing and commits nothing.
+pub(crate) struct Rival {
+    leave: mpsc::Sender<()>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+struct Joined(mpsc::Sender<()>);
+
+impl ClientContext for Joined {}
+
+impl ConsumerContext for Joined {
+    fn post_rebalance(&self, _: &BaseConsumer<Self>, rebalance: &Rebalance<'_>) {
+        if let Rebalance::Assign(_) = rebalance {
+            let _ = self.0.send(());
+        }
+    }
+}
+
+impl Rival {
+    async fn join(config: ClientConfig, topic: String) -> Self {
+        let (leave, leaves) = mpsc::channel();
+        let (joined, joins) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let consumer: BaseConsumer<Joined> =
+                BaseConsumer::from_config_and_context(&config, Joined(joined)).unwrap();
+            consumer.subscribe(&[&topic]).unwrap();
+            while leaves.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                let _ = consumer.poll(Duration::from_millis(20));
+            }
+        });
+        tokio::task::spawn_blocking(move || joins.recv_timeout(SOON).expect("the rival does not join"))
+            .await
+            .unwrap();
+        Self {
+            leave,
+            thread: Some(thread),
+        }
+    }
+
+    pub(crate) async fn leave(mut self) {
+        let _ = self.leave.send(());
+        let thread = self.thread.take().unwrap();
+        tokio::task::spawn_blocking(|| thread.join().unwrap())
+            .await
+            .unwrap();
+    }
+}
+
+pub(crate) async fn started(builder: KafkaBuilder, window: usize) -> Kafka {
+    let mut source = builder.build().unwrap();
+    source.start(&Plan::for_window("tests", window)).await.unwrap();
+    source
+}
+
+/// The error of a start that has to fail.
+pub(crate) async fn start_fails(builder: KafkaBuilder) -> SourceError {
+    let mut source = builder.build().unwrap();
+    let error = soon(source.start(&Plan::for_window("tests", 4)))
+        .await
+        .unwrap_err();
+    assert!(!source.health().connected);
+    assert_eq!(source.health().problem, Some(error.to_string()));
+    error
+}
+
+pub(crate) async fn soon<F: Future>(what: F) -> F::Output {
+    tokio::time::timeout(SOON, what).await.expect("it takes too long")
+}
+
+/// The next `count` deliveries.
+pub(crate) async fn some(source: &mut Kafka, count: usize) -> Vec<Delivery> {
+    let mut all = Vec::new();
+    while all.len() < count {
+        match soon(source.receive(count - all.len())).await.unwrap() {
+            Incoming::Deliveries(deliveries) => all.extend(deliveries),
+            other => panic!("{other:?} instead of deliveries"),
+        }
+    }
+    all
+}
+
+pub(crate) async fn lost(source: &mut Kafka) -> Vec<Receipt> {
+    match soon(source.receive(1)).await.unwrap() {
+        Incoming::Lost(mut receipts) => {
+            receipts.sort();
+            receipts
+        }
+        other => panic!("{other:?} instead of a loss"),
+    }
+}
+
+/// Stops in good order.
+pub(crate) async fn closes(mut source: Kafka) {
+    source.stop().await.unwrap();
+    let incoming = soon(source.receive(0)).await.unwrap();
+    assert!(
+        matches!(incoming, Incoming::Closed),
+        "{incoming:?} instead of the end"
+    );
+}
+
+/// Nothing arrives for a while.
+pub(crate) async fn nothing(source: &mut Kafka, during: Duration) {
+    if let Ok(incoming) = tokio::time::timeout(during, source.receive(1)).await {
+        panic!("{incoming:?} instead of nothing");
+    }
+}
+
+pub(crate) async fn ack(source: &mut Kafka, deliveries: impl IntoIterator<Item = Delivery>) {
+    source
+        .settle(deliveries.into_iter().map(Delivery::ack).collect())
+        .await
+        .unwrap();
+}
+
+pub(crate) fn body(delivery: &Delivery) -> String {
+    String::from_utf8(delivery.event.payload.clone().unwrap().to_vec()).unwrap()
+}
+
+pub(crate) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
+    deliveries.iter().map(body).collect()
+}
+
+pub(crate) fn receipts(deliveries: &[Delivery]) -> Vec<Receipt> {
+    deliveries.iter().map(|d| d.receipt).collect()
+}
+
+pub(crate) fn unique(what: &str) -> String {
+    static COUNTER: AtomicU32 = AtomicU32::new(0);
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap();
+    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
+    format!(
+        "onlyonce-test-{what}-{}-{}-{n}",
+        std::process::id(),
+        since.as_millis()
+    )
+}

@@ -1,0 +1,8 @@
+//! The source against a real Kafka.
+//!
+//! `ONLYONCE_KAFKA_BROKERS` names the brokers (`eval "$(scripts/services env)"`). Without it every test
+//! says `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+mod conformance;
+mod harness;
