@@ -15,6 +15,9 @@ use rdkafka::types::{RDKafkaErrorCode, RDKafkaRespErr};
 use crate::config::Settings;
 use crate::explain;
 
+/// How long a question may take that holds up the polling.
+const GLANCE: Duration = Duration::from_secs(1);
+
 /// A client that asks a few questions and hands its words to our log.
 struct Asking;
 
@@ -84,6 +87,26 @@ fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
         }
     }
     Ok(topics)
+}
+
+/// Whether a topic that was there has been deleted. A broker that does not answer says nothing about it.
+pub(crate) fn is_there<C: ConsumerContext>(
+    settings: &Settings,
+    consumer: &BaseConsumer<C>,
+    name: &str,
+) -> Result<(), SourceError> {
+    let Ok(metadata) = consumer.fetch_metadata(Some(name), GLANCE) else {
+        return Ok(());
+    };
+    let error = metadata
+        .topics()
+        .iter()
+        .find(|topic| topic.name() == name)
+        .and_then(|topic| topic.error());
+    match error.map(|error| refused(settings, name, error)) {
+        Some(error) if error.is_fatal() => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn unreachable(settings: &Settings, error: &KafkaError) -> SourceError {

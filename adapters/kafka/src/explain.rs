@@ -14,6 +14,8 @@ pub(crate) enum Judgement {
     Trouble(String),
     /// A partition's next record is not there.
     OutOfRange,
+    /// A topic or a partition is not there.
+    Missing,
     /// The session is over.
     Over(SourceError),
 }
@@ -34,9 +36,7 @@ fn judge_code(code: Code) -> Judgement {
         Code::PollExceeded => Judgement::Trouble(
             "the process stood still for longer than max.poll.interval.ms and left the group".to_owned(),
         ),
-        Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition => {
-            Judgement::Over(SourceError::broken("a topic or partition is not there any more"))
-        }
+        Code::UnknownTopicOrPartition | Code::UnknownTopic | Code::UnknownPartition => Judgement::Missing,
         Code::TopicAuthorizationFailed => refused("read the topic (it needs READ and DESCRIBE on it)"),
         Code::GroupAuthorizationFailed => refused("use the group (it needs READ on it)"),
         Code::ClusterAuthorizationFailed => refused("use the cluster"),

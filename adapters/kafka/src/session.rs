@@ -25,6 +25,7 @@ use rdkafka::{Message, Offset, Statistics, TopicPartitionList};
 use tokio::sync::{mpsc as tokio_mpsc, oneshot};
 
 use crate::buffer::Record;
+use crate::check;
 use crate::config::Settings;
 use crate::explain::{self, Judgement};
 use crate::identity::{raw_event, weight};
@@ -43,6 +44,8 @@ const BATCH: usize = 256;
 /// A buffer of this many windows keeps the lanes busy between two polls.
 const WINDOWS: usize = 4;
 const LEAST_BUFFER: usize = 500;
+/// How often it is made sure that a topic of which nothing is assigned to us is still there.
+const TOPICS_EVERY: Duration = Duration::from_secs(5);
 
 /// What the source wants of its session. Orders are carried out in the order in which they are given.
 #[derive(Debug)]
@@ -359,7 +362,7 @@ impl Keeper {
         if !leaving.is_empty() && !desk.is_over() {
             let partitions = listed(partitions);
             if lost {
-                tracing::warn!(group = %self.settings.group, %partitions, "partitions lost: the group thought that this member was dead; what ran comes again");
+                tracing::warn!(group = %self.settings.group, %partitions, "partitions lost before they could be left in good order; what ran comes again");
             } else {
                 tracing::info!(group = %self.settings.group, %partitions, "partitions revoked");
             }
@@ -452,6 +455,7 @@ struct Poller {
     full_since: Option<Instant>,
     last_record: Instant,
     last_topic: Option<Arc<str>>,
+    topics_seen: Instant,
 }
 
 /// What one turn of the loop is to do.
@@ -472,6 +476,7 @@ impl Poller {
             full_since: None,
             last_record: Instant::now(),
             last_topic: None,
+            topics_seen: Instant::now(),
         }
     }
 
@@ -497,6 +502,7 @@ impl Poller {
                 Turn::Poll(time) => self.poll(time)?,
             }
             self.look_for_stalls()?;
+            self.look_for_topics()?;
         }
     }
 
@@ -571,7 +577,7 @@ impl Poller {
     fn poll(&mut self, time: Duration) -> Result<(), SourceError> {
         let mut records = Vec::new();
         let (mut bytes, mut time) = (0, time);
-        let mut touched: HashSet<Generation> = HashSet::new();
+        let mut over: HashSet<Generation> = HashSet::new();
         let ended = loop {
             match self.consumer.poll(time) {
                 Some(Ok(message)) => {
@@ -579,8 +585,12 @@ impl Poller {
                         continue;
                     };
                     bytes += record.bytes;
-                    touched.insert(ticket.generation);
                     records.push((ticket, record));
+                    if self.is_over_window(&self.keeper.desk(), ticket.generation) {
+                        over.insert(ticket.generation);
+                        // One more would be one too many.
+                        break Ok(());
+                    }
                 }
                 Some(Err(error)) => match explain::judge(&error) {
                     Judgement::Passing => tracing::debug!(%error, "Kafka client"),
@@ -588,6 +598,7 @@ impl Poller {
                     Judgement::OutOfRange => {
                         break Err(position::explain(&self.keeper.settings, &self.consumer));
                     }
+                    Judgement::Missing => break Err(self.what_is_missing()),
                     Judgement::Over(error) => break Err(error),
                 },
                 None => break Ok(()),
@@ -603,25 +614,23 @@ impl Poller {
             self.level.add(records.len(), bytes);
             // It fails if the source is gone, and then so is this session at its next turn.
             let _ = self.keeper.news.send(News::Records(records));
-            self.cap(&touched);
+            self.cap(&over);
         }
         ended
     }
 
+    fn is_over_window(&self, desk: &Desk, generation: Generation) -> bool {
+        let (span, settings) = (desk.ledger.span(generation), &self.keeper.settings);
+        span.records >= settings.partition_records || span.bytes >= settings.partition_bytes
+    }
+
     /// Pauses partitions of which too much is unfinished.
-    fn cap(&self, touched: &HashSet<Generation>) {
-        let keeper = &self.keeper;
-        let mut desk = keeper.desk();
+    fn cap(&self, over: &HashSet<Generation>) {
+        let mut desk = self.keeper.desk();
         let over: Vec<Partition> = desk
             .ledger
             .assigned()
-            .filter(|(partition, generation)| {
-                let span = desk.ledger.span(*generation);
-                touched.contains(generation)
-                    && !desk.capped.contains(partition)
-                    && (span.records >= keeper.settings.partition_records
-                        || span.bytes >= keeper.settings.partition_bytes)
-            })
+            .filter(|(_, generation)| over.contains(generation))
             .map(|(partition, _)| partition.clone())
             .collect();
         if over.is_empty() {
@@ -635,6 +644,34 @@ impl Poller {
         }
         note(self.consumer.pause(&list(&over)), "pause");
         desk.capped.extend(over);
+    }
+
+    /// One of a pattern is not missed; a client that is made anew does not ask for it any more.
+    fn what_is_missing(&self) -> SourceError {
+        let settings = &self.keeper.settings;
+        settings
+            .named_topics()
+            .find_map(|topic| check::is_there(settings, &self.consumer, topic).err())
+            .unwrap_or_else(|| SourceError::broken("a topic or partition is not there any more"))
+    }
+
+    /// A topic that is deleted leaves its group like a partition that moves elsewhere, and librdkafka says
+    /// nothing of it: the consumer would wait for ever.
+    fn look_for_topics(&mut self) -> Result<(), SourceError> {
+        if self.topics_seen.elapsed() < TOPICS_EVERY {
+            return Ok(());
+        }
+        self.topics_seen = Instant::now();
+        let settings = &self.keeper.settings;
+        let assigned: HashSet<Arc<str>> = {
+            let desk = self.keeper.desk();
+            let assigned = desk.ledger.assigned();
+            assigned.map(|(partition, _)| partition.topic.clone()).collect()
+        };
+        for topic in settings.named_topics().filter(|topic| !assigned.contains(*topic)) {
+            check::is_there(settings, &self.consumer, topic)?;
+        }
+        Ok(())
     }
 
     /// Records wait and none comes, although nothing holds them up: the client is rebuilt, once.

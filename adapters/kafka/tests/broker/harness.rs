@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use onlyonce::event::RawEvent;
 use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
 use onlyonce_kafka::{Kafka, KafkaBuilder, StartAt};
-use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
@@ -56,21 +56,35 @@ impl Topic {
     }
 
     pub(crate) async fn with(partitions: i32, settings: &[(&str, &str)]) -> Option<Self> {
-        let brokers = brokers()?;
+        let topic = Self::named(brokers()?, unique("topic"));
+        topic.create(partitions, settings).await;
+        Some(topic)
+    }
+
+    /// Another topic, of one partition, whose name begins with that of this one.
+    pub(crate) async fn sibling(&self, suffix: &str) -> Self {
+        let topic = Self::named(self.brokers.clone(), format!("{}-{suffix}", self.name));
+        topic.create(1, &[]).await;
+        topic
+    }
+
+    fn named(brokers: String, name: String) -> Self {
+        // For people who look into a failure: RUST_LOG=onlyonce_kafka=debug,librdkafka=debug
+        let _ = tracing_subscriber::fmt()
+            .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+            .with_test_writer()
+            .try_init();
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &brokers);
         let admin: AdminClient<DefaultClientContext> = config.create().unwrap();
         let producer = config.set("linger.ms", "1").set("acks", "all").create().unwrap();
-        let name = unique("topic");
-        let topic = Self {
+        Self {
             group: format!("{name}-group"),
             brokers,
             name,
             admin,
             producer,
-        };
-        topic.create(partitions, settings).await;
-        Some(topic)
+        }
     }
 
     pub(crate) async fn create(&self, partitions: i32, settings: &[(&str, &str)]) {
@@ -100,13 +114,6 @@ impl Topic {
                     .iter()
                     .all(|p| p.leader() >= 0 && p.error().is_none())
         })
-    }
-
-    pub(crate) async fn grow(&self, partitions: usize) {
-        self.admin
-            .create_partitions([&NewPartitions::new(&self.name, partitions)], &options())
-            .await
-            .unwrap();
     }
 
     pub(crate) async fn delete(&self) {
@@ -310,7 +317,7 @@ pub(crate) async fn some(source: &mut Kafka, count: usize) -> Vec<Delivery> {
 }
 
 pub(crate) async fn lost(source: &mut Kafka) -> Vec<Receipt> {
-    match soon(source.receive(1)).await.unwrap() {
+    match soon(source.receive(0)).await.unwrap() {
         Incoming::Lost(mut receipts) => {
             receipts.sort();
             receipts

@@ -5,4 +5,8 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 mod conformance;
+mod failures;
 mod harness;
+mod limits;
+mod positions;
+mod rebalancing;
