@@ -1,7 +1,7 @@
 //! What can be known before the first event: that the topics are there and keep what they hold for no
 //! longer than the database remembers.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use onlyonce::source::{Plan, SourceError};
@@ -13,13 +13,17 @@ use rdkafka::error::KafkaError;
 use rdkafka::types::{RDKafkaErrorCode, RDKafkaRespErr};
 
 use crate::config::Settings;
-use crate::explain;
+use crate::explain::{self, Judgement};
 
 /// How long a question may take that holds up the polling.
 const GLANCE: Duration = Duration::from_secs(1);
 
-/// A client that asks a few questions and hands its words to our log.
-struct Asking;
+/// A client that asks a few questions, hands its words to our log, and keeps the last complaint: an
+/// answer that does not come says nothing of why.
+#[derive(Default)]
+struct Asking {
+    complaint: Mutex<Option<(KafkaError, String)>>,
+}
 
 impl ClientContext for Asking {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, message: &str) {
@@ -28,6 +32,11 @@ impl ClientContext for Asking {
 
     fn error(&self, error: KafkaError, reason: &str) {
         tracing::debug!(%error, reason, "Kafka client, at start");
+        let mut complaint = self.complaint.lock().unwrap_or_else(PoisonError::into_inner);
+        // That all brokers are away follows from what was said before.
+        if complaint.is_none() || !explain::all_away(&error) {
+            *complaint = Some((error, reason.to_owned()));
+        }
     }
 }
 
@@ -67,13 +76,13 @@ pub(crate) async fn at_start(settings: &Arc<Settings>, plan: &Plan) -> Result<()
 /// The topics that are named and have to be there. Blocks.
 fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
     let config = settings.connection();
-    let client: BaseConsumer<Asking> =
-        BaseConsumer::from_config_and_context(&config, Asking).map_err(|e| explain::creation(&e))?;
+    let client: BaseConsumer<Asking> = BaseConsumer::from_config_and_context(&config, Asking::default())
+        .map_err(|e| explain::creation(settings, &e))?;
     let mut topics = Vec::new();
     for name in settings.named_topics() {
         let metadata = client
             .fetch_metadata(Some(name), settings.connect_timeout)
-            .map_err(|e| unreachable(settings, &e))?;
+            .map_err(|e| unreachable(settings, &client, &e))?;
         let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else {
             return Err(missing(settings, name));
         };
@@ -109,9 +118,24 @@ pub(crate) fn is_there<C: ConsumerContext>(
     }
 }
 
-fn unreachable(settings: &Settings, error: &KafkaError) -> SourceError {
+fn unreachable(settings: &Settings, client: &BaseConsumer<Asking>, error: &KafkaError) -> SourceError {
+    // What the client has to say waits in its queue until somebody polls.
+    while client.poll(Duration::ZERO).is_some() {}
+    let complaint = client
+        .context()
+        .complaint
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .take();
+    let reason = match complaint {
+        Some((complaint, reason)) => match explain::judge(&complaint) {
+            Judgement::Over(error) => return error,
+            _ => settings.without_values(&reason),
+        },
+        None => error.to_string(),
+    };
     SourceError::broken(format_args!(
-        "Kafka at {} does not answer: {error}",
+        "Kafka at {} does not answer: {reason}",
         settings.brokers
     ))
 }
@@ -146,9 +170,9 @@ async fn describe(settings: &Settings, topics: &mut [Topic]) {
         return;
     }
     let admin: AdminClient<Asking> =
-        match AdminClient::from_config_and_context(&settings.connection(), Asking) {
+        match AdminClient::from_config_and_context(&settings.connection(), Asking::default()) {
             Ok(admin) => admin,
-            Err(error) => return unchecked(&explain::creation(&error).to_string()),
+            Err(error) => return unchecked(&explain::creation(settings, &error).to_string()),
         };
     let options = AdminOptions::new().request_timeout(Some(settings.connect_timeout));
     let names: Vec<String> = topics.iter().map(|topic| topic.name.clone()).collect();

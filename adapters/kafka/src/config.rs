@@ -461,7 +461,13 @@ impl Settings {
     /// What every client of ours is told: how to reach the brokers, and no more.
     pub(crate) fn connection(&self) -> ClientConfig {
         let mut config = ClientConfig::new();
-        config.set_log_level(RDKafkaLogLevel::Warning);
+        // Who asks librdkafka for its contexts wants to read them; otherwise it has little to say.
+        let debugged = self.set.iter().any(|(name, _)| name == "debug");
+        config.set_log_level(if debugged {
+            RDKafkaLogLevel::Debug
+        } else {
+            RDKafkaLogLevel::Warning
+        });
         for (name, value) in DEFAULTS {
             config.set(name, value);
         }
@@ -496,6 +502,14 @@ impl Settings {
             .set("allow.auto.create.topics", "false")
             .set("statistics.interval.ms", STATISTICS.as_millis().to_string());
         config
+    }
+
+    /// A text of librdkafka, without the values that were set.
+    pub(crate) fn without_values(&self, text: &str) -> String {
+        self.set
+            .iter()
+            .filter(|(_, value)| !value.is_empty() && value.parse::<f64>().is_err())
+            .fold(text.to_owned(), |text, (_, value)| text.replace(value, "***"))
     }
 
     /// librdkafka judges names and values by itself, without a connection; its own words may hold a value.

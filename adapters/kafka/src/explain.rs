@@ -5,6 +5,8 @@ use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::error::KafkaError;
 use rdkafka::types::RDKafkaErrorCode as Code;
 
+use crate::config::Settings;
+
 /// What an error of a poll asks for.
 #[derive(Debug)]
 pub(crate) enum Judgement {
@@ -75,13 +77,14 @@ pub(crate) fn nothing_to_commit(error: &KafkaError) -> bool {
     matches!(error.rdkafka_error_code(), Some(Code::NoOffset))
 }
 
-/// A client that cannot even be made. The library's text may hold a value, so only the name is told.
-pub(crate) fn creation(error: &KafkaError) -> SourceError {
+/// A client that cannot even be made. The library's text may hold a value; that is struck out.
+pub(crate) fn creation(settings: &Settings, error: &KafkaError) -> SourceError {
     match error {
         KafkaError::ClientConfig(_, _, name, _) => {
             SourceError::fatal(format_args!("the setting {name} is not possible"))
         }
         KafkaError::ClientCreation(text) => {
+            let text = settings.without_values(text);
             SourceError::fatal(format_args!("the Kafka client cannot be made: {text}"))
         }
         other => SourceError::broken(format_args!("the Kafka client cannot be made: {other}")),

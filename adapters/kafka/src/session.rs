@@ -165,7 +165,7 @@ fn subscribe(keeper: Keeper, plan: &Plan) -> Result<BaseConsumer<Keeper>, Source
     keeper.status.joining();
     let settings = keeper.settings.clone();
     let consumer = BaseConsumer::from_config_and_context(&settings.consumer(plan), keeper)
-        .map_err(|e| explain::creation(&e))?;
+        .map_err(|e| explain::creation(&settings, &e))?;
     let topics: Vec<&str> = settings.topics.iter().map(String::as_str).collect();
     consumer
         .subscribe(&topics)
