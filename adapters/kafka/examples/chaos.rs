@@ -6,6 +6,7 @@
 //! cargo run -p onlyonce-kafka --example chaos -- --kills 200          # SIGKILL, over and over
 //! cargo run -p onlyonce-kafka --example chaos -- --joins 60           # a member that comes and goes every 2 s
 //! cargo run -p onlyonce-kafka --example chaos -- --rolling 3          # SIGTERM, one after another
+//! cargo run -p onlyonce-kafka --example chaos -- --crashes 5          # SIGKILL for the broker
 //! ```
 //!
 //! The program is its own worker: it starts copies of itself with the argument `worker`. The ledger has
@@ -76,6 +77,7 @@ struct Options {
     kills: u32,
     joins: u32,
     rolling: u32,
+    crashes: u32,
     /// Events a second.
     rate: u64,
     workers: usize,
@@ -89,6 +91,7 @@ impl Options {
             kills: 0,
             joins: 0,
             rolling: 0,
+            crashes: 0,
             rate: 300,
             workers: 3,
             strategy: "cooperative-sticky".to_owned(),
@@ -105,11 +108,12 @@ impl Options {
                 "--kills" => options.kills = number.parse()?,
                 "--joins" => options.joins = number.parse()?,
                 "--rolling" => options.rolling = number.parse()?,
+                "--crashes" => options.crashes = number.parse()?,
                 "--rate" => options.rate = number.parse()?,
                 "--workers" => options.workers = number.parse()?,
                 "--seed" => options.seed = number.parse()?,
                 _ => bail!(
-                    "{arg} is not an option (--kills, --joins, --rolling, --rate, --workers, --seed, --eager)"
+                    "{arg} is not an option (--kills, --joins, --rolling, --crashes, --rate, --workers, --seed, --eager)"
                 ),
             }
         }
@@ -291,6 +295,16 @@ impl Run {
                 );
             }
         }
+        for crash in 1..=self.options.crashes {
+            services(&["kill", "kafka"]).await?;
+            services(&["up", "kafka"]).await?;
+            sleep(Duration::from_secs(10)).await;
+            println!(
+                "{:>4} s  {crash} crashes of the broker, {} applied",
+                self.started.elapsed().as_secs(),
+                self.applied().await?
+            );
+        }
         Ok(failed)
     }
 
@@ -332,6 +346,16 @@ impl Run {
             failed,
         })
     }
+}
+
+async fn services(args: &[&str]) -> anyhow::Result<()> {
+    let done = Command::new(required("ONLYONCE_SERVICES")?)
+        .args(args)
+        .stderr(Stdio::null())
+        .status()
+        .await?;
+    ensure!(done.success(), "scripts/services {args:?} failed");
+    Ok(())
 }
 
 /// Whether it ended in good order.

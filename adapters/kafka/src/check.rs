@@ -11,9 +11,11 @@ use rdkafka::config::{FromClientConfigAndContext, RDKafkaLogLevel};
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::KafkaError;
 use rdkafka::types::{RDKafkaErrorCode, RDKafkaRespErr};
+use rdkafka::{Offset, TopicPartitionList};
 
-use crate::config::Settings;
+use crate::config::{Settings, StartAt};
 use crate::explain::{self, Judgement};
+use crate::position;
 
 /// How long a question may take that holds up the polling.
 const GLANCE: Duration = Duration::from_secs(1);
@@ -75,7 +77,8 @@ pub(crate) async fn at_start(settings: &Arc<Settings>, plan: &Plan) -> Result<()
 
 /// The topics that are named and have to be there. Blocks.
 fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
-    let config = settings.connection();
+    let mut config = settings.connection();
+    config.set("group.id", &settings.group);
     let client: BaseConsumer<Asking> = BaseConsumer::from_config_and_context(&config, Asking::default())
         .map_err(|e| explain::creation(settings, &e))?;
     let mut topics = Vec::new();
@@ -95,7 +98,40 @@ fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
             Some(error) => return Err(refused(settings, name, error)),
         }
     }
+    if settings.start_at == StartAt::Fail {
+        begins_somewhere(settings, &client, &topics)?;
+    }
     Ok(topics)
+}
+
+/// A group that was never told where to begin ends its consumer now, rather than when it has its partitions.
+fn begins_somewhere(
+    settings: &Settings,
+    client: &BaseConsumer<Asking>,
+    topics: &[Topic],
+) -> Result<(), SourceError> {
+    let mut all = TopicPartitionList::new();
+    for topic in topics.iter().filter(|topic| topic.partitions > 0) {
+        all.add_partition_range(&topic.name, 0, topic.partitions as i32 - 1);
+    }
+    if all.count() == 0 {
+        return Ok(());
+    }
+    let committed = client
+        .committed_offsets(all, settings.connect_timeout)
+        .map_err(|e| unreachable(settings, client, &e))?;
+    match committed
+        .elements()
+        .iter()
+        .find(|element| element.offset() == Offset::Invalid)
+    {
+        Some(element) => Err(position::needs_start(
+            settings,
+            element.topic(),
+            element.partition(),
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Whether a topic that was there has been deleted. A broker that does not answer says nothing about it.

@@ -99,13 +99,15 @@ const REFUSED: [(&str, &str); 17] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum StartAt {
-    /// Nowhere: the consumer ends and says so; the default, because either choice may be wrong.
+    /// Nowhere: the consumer ends at its start and says so; the default, because either choice may be
+    /// wrong. A partition that comes later stops receiving until a person has decided.
     #[default]
     Fail,
     /// At the oldest record there is. Nothing is missed; what the database remembers is not repeated.
     Earliest,
-    /// Behind the newest record there is. What was published before is not seen. The place is committed
-    /// at once, so that a restart does not jump again.
+    /// Behind the newest record there is. What was published before is not seen, also of a partition that
+    /// is added later, up to the moment in which the group hears of it. The place is committed at once,
+    /// so that a restart does not jump again.
     Latest,
 }
 

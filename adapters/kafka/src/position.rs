@@ -64,13 +64,7 @@ pub(crate) fn place<C: ConsumerContext>(
         let at = match decide(settings, offset, low, high) {
             Place::AsCommitted => continue,
             Place::At(at) => at,
-            Place::NeedsStart => {
-                return Err(SourceError::fatal(format_args!(
-                    "the group {:?} has no offset for {topic}/{number}, and nothing says where to begin \
-                     (`.start_at(StartAt::Earliest)` for all there is, `StartAt::Latest` for what comes from now on)",
-                    settings.group
-                )));
-            }
+            Place::NeedsStart => return Err(needs_start(settings, topic, number)),
             Place::Gone => return Err(gone(settings, topic, number, offset.unwrap_or(-1), low, high)),
         };
         match offset {
@@ -90,6 +84,15 @@ pub(crate) fn place<C: ConsumerContext>(
             })?;
     }
     Ok(begun)
+}
+
+/// The group has no offset, and nobody said where to begin.
+pub(crate) fn needs_start(settings: &Settings, topic: &str, number: i32) -> SourceError {
+    SourceError::fatal(format_args!(
+        "the group {:?} has no offset for {topic}/{number}, and nothing says where to begin \
+         (`.start_at(StartAt::Earliest)` for all there is, `StartAt::Latest` for what comes from now on)",
+        settings.group
+    ))
 }
 
 fn decide(settings: &Settings, committed: Option<i64>, low: i64, high: i64) -> Place {

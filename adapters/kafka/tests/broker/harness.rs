@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use onlyonce::event::RawEvent;
 use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
 use onlyonce_kafka::{Kafka, KafkaBuilder, StartAt};
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
+use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
@@ -114,6 +114,13 @@ impl Topic {
                     .iter()
                     .all(|p| p.leader() >= 0 && p.error().is_none())
         })
+    }
+
+    pub(crate) async fn grow(&self, partitions: usize) {
+        self.admin
+            .create_partitions([&NewPartitions::new(&self.name, partitions)], &options())
+            .await
+            .unwrap();
     }
 
     pub(crate) async fn delete(&self) {

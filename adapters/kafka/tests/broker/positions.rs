@@ -5,7 +5,7 @@ use std::time::Duration;
 use onlyonce::source::{Incoming, Source, SourceError};
 use onlyonce_kafka::{Kafka, KafkaBuilder, OutOfRange, StartAt};
 
-use super::harness::{Topic, ack, bodies, closes, nothing, some, soon, started};
+use super::harness::{Topic, ack, bodies, closes, nothing, some, soon, start_fails, started};
 
 async fn breaks(source: &mut Kafka) -> SourceError {
     soon(async {
@@ -24,14 +24,31 @@ async fn breaks(source: &mut Kafka) -> SourceError {
 async fn a_group_without_an_offset_has_to_be_told_where_to_begin() {
     let Some(topic) = Topic::of(1).await else { return };
     topic.fill(0, 1, &[]).await;
-    let mut source = started(topic.source().start_at(StartAt::Fail), 4).await;
-    let error = breaks(&mut source).await;
+    let error = start_fails(topic.source().start_at(StartAt::Fail)).await;
     assert!(error.is_fatal(), "{error}");
     for what in [&*topic.group, "has no offset", "StartAt::Earliest"] {
         assert!(error.to_string().contains(what), "{error}");
     }
-    assert_eq!(source.health().problem, Some(error.to_string()));
     assert_eq!(topic.committed(0).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_partition_that_comes_later_is_not_begun_anywhere_either() {
+    let Some(topic) = Topic::of(1).await else { return };
+    topic.fill(0, 1, &[]).await;
+    let mut source = started(topic.source(), 4).await;
+    let taken = some(&mut source, 1).await;
+    ack(&mut source, taken).await;
+    closes(source).await;
+    let mut source = started(topic.source().start_at(StartAt::Fail), 4).await;
+    topic.grow(2).await;
+    let error = breaks(&mut source).await;
+    assert!(error.is_fatal(), "{error}");
+    assert!(
+        error.to_string().contains(&format!("{}/1", topic.name)),
+        "{error}"
+    );
+    assert_eq!(source.health().problem, Some(error.to_string()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
