@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Every variant runs once per round, in turn, and the medians are compared: on a busy machine the
-//! ratios mean something, the rates do not.
+//! ratios mean something, the rates do not. `--keys` instead shows what lanes are worth in one partition:
+//! a handler of 5 ms, one lane against 64, the keys' order looked at.
 #![allow(clippy::print_stdout)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -41,6 +42,9 @@ const BODY: &str = r#"{"account":"acc-17","cents":4711,"currency":"EUR","note":"
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
     let bench = Bench::from_args().await?;
+    if bench.keys {
+        return bench.keys().await;
+    }
     let variants = [
         Variant::ByHand { lanes: 8, batch: 1 },
         Variant::Single { lanes: 8 },
@@ -96,6 +100,7 @@ struct Bench {
     admin: AdminClient<DefaultClientContext>,
     events: u64,
     rounds: usize,
+    keys: bool,
 }
 
 impl Bench {
@@ -114,6 +119,7 @@ impl Bench {
             postgres,
             events: 40_000,
             rounds: 3,
+            keys: false,
         };
         let mut args = std::env::args().skip(1);
         while let Some(arg) = args.next() {
@@ -121,7 +127,8 @@ impl Bench {
             match arg.as_str() {
                 "--events" => bench.events = number()?.parse()?,
                 "--rounds" => bench.rounds = number()?.parse()?,
-                _ => return Err(format!("{arg} is not an option (--events N, --rounds N)").into()),
+                "--keys" => bench.keys = true,
+                _ => return Err(format!("{arg} is not an option (--events N, --rounds N, --keys)").into()),
             }
         }
         Ok(bench)
@@ -130,19 +137,19 @@ impl Bench {
     /// Events per second, from the start of the consumer to the last effect.
     async fn run(&self, variant: &Variant) -> Result<f64, BoxError> {
         self.fresh_tables().await?;
-        let topic = self.filled_topic().await?;
+        let topic = self.filled_topic(PARTITIONS, KEYS, self.events).await?;
         let done = Arc::new(AtomicU64::new(0));
         let started = Instant::now();
         let last = match variant {
             Variant::ByHand { lanes, batch } => self.by_hand(&topic, *lanes, *batch, &done).await?,
             Variant::Single { lanes } => {
-                self.consumer(&topic, *lanes, 1, &done, |builder, done| {
+                self.consumer(&topic, *lanes, 1, &done, self.events, |builder, done| {
                     builder.handler(Insert(done))
                 })
                 .await?
             }
             Variant::BatchHandler { lanes } => {
-                self.consumer(&topic, *lanes, 100, &done, |builder, done| {
+                self.consumer(&topic, *lanes, 100, &done, self.events, |builder, done| {
                     builder.batch_handler(Insert(done))
                 })
                 .await?
@@ -159,6 +166,7 @@ impl Bench {
         lanes: usize,
         batch: usize,
         done: &Arc<AtomicU64>,
+        events: u64,
         handler: impl FnOnce(
             onlyonce::consumer::ConsumerBuilder<PostgresStore>,
             Arc<AtomicU64>,
@@ -166,7 +174,7 @@ impl Bench {
     ) -> Result<Instant, BoxError> {
         let store = PostgresOptions::new(&self.postgres)
             .schema("bench")
-            .max_connections(64)
+            .max_connections(96)
             .connect()?;
         let source = Kafka::group(&self.brokers, topic)
             .topic(topic)
@@ -177,7 +185,7 @@ impl Bench {
             .lanes(lanes)
             .batch(batch);
         let consumer = handler(builder, done.clone()).build()?;
-        let (done, events) = (done.clone(), self.events);
+        let done = done.clone();
         let last = Arc::new(OnceLock::new());
         let seen = last.clone();
         consumer
@@ -262,6 +270,37 @@ impl Bench {
         Ok(last)
     }
 
+    /// One partition, 100 keys, a handler of 5 ms: the lanes' worth, and the order within each key.
+    async fn keys(&self) -> Result<(), BoxError> {
+        let mut rates = Vec::new();
+        for (lanes, events) in [(1, 200), (64, 10_000)] {
+            self.fresh_tables().await?;
+            let topic = self.filled_topic(1, 100, events).await?;
+            let done = Arc::new(AtomicU64::new(0));
+            let slow = Slow::default();
+            let (last_of, out_of_order) = (slow.last.clone(), slow.out_of_order.clone());
+            let started = Instant::now();
+            let last = self
+                .consumer(&topic, lanes, 1, &done, events, |builder, done| {
+                    builder.handler(Slow {
+                        done,
+                        last: last_of,
+                        out_of_order,
+                    })
+                })
+                .await?;
+            let rate = events as f64 / (last - started).as_secs_f64();
+            println!(
+                "{lanes:>2} lanes {rate:>8.0}/s, {} out of order",
+                slow.out_of_order.load(Relaxed)
+            );
+            rates.push(rate);
+            self.admin.delete_topics(&[&topic], &AdminOptions::new()).await?;
+        }
+        println!("64 lanes / 1 lane {:.1}", rates[1] / rates[0]);
+        Ok(())
+    }
+
     async fn fresh_tables(&self) -> Result<(), BoxError> {
         sqlx::raw_sql("DROP SCHEMA IF EXISTS bench CASCADE")
             .execute(&self.pool)
@@ -294,10 +333,10 @@ impl Bench {
         Ok(())
     }
 
-    async fn filled_topic(&self) -> Result<String, BoxError> {
+    async fn filled_topic(&self, partitions: i32, keys: u64, events: u64) -> Result<String, BoxError> {
         let unique = std::time::UNIX_EPOCH.elapsed()?.as_micros();
         let topic = format!("bench-{unique}");
-        let new = NewTopic::new(&topic, PARTITIONS, TopicReplication::Fixed(1));
+        let new = NewTopic::new(&topic, partitions, TopicReplication::Fixed(1));
         for created in self.admin.create_topics([&new], &AdminOptions::new()).await? {
             created.map_err(|(topic, code)| format!("{topic}: {code}"))?;
         }
@@ -306,10 +345,10 @@ impl Bench {
             .set("linger.ms", "5")
             .create()?;
         let mut sent = Vec::new();
-        for n in 0..self.events {
+        for n in 0..events {
             // Spread over the index as random ids are; an odd factor gives each number once.
             let id = format!("evt_{:016x}", n.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            let key = format!("acc-{}", n % KEYS);
+            let key = format!("acc-{}", n % keys);
             let headers = OwnedHeaders::new()
                 .insert(Header {
                     key: "onlyonce-event-id",
@@ -448,6 +487,41 @@ impl Handler<Postgres> for Insert {
     async fn handle(&self, cx: &mut Context<'_, Postgres>, event: Event<Bytes>) -> Result<(), HandlerError> {
         insert(cx.tx(), &event.identity.id, &event.payload).await?;
         self.0.fetch_add(1, Relaxed);
+        Ok(())
+    }
+}
+
+/// Takes its time, and looks whether its events of a key come in the order of the log.
+#[derive(Default)]
+struct Slow {
+    done: Arc<AtomicU64>,
+    last: Arc<Mutex<HashMap<Bytes, i64>>>,
+    out_of_order: Arc<AtomicU64>,
+}
+
+#[async_trait]
+impl Handler<Postgres> for Slow {
+    type Payload = Bytes;
+
+    async fn handle(&self, cx: &mut Context<'_, Postgres>, event: Event<Bytes>) -> Result<(), HandlerError> {
+        let offset = event
+            .origin
+            .detail
+            .rsplit('=')
+            .next()
+            .unwrap_or_default()
+            .parse()?;
+        let before = self
+            .last
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(event.key.unwrap_or_default(), offset);
+        if before.is_some_and(|before: i64| before >= offset) {
+            self.out_of_order.fetch_add(1, Relaxed);
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        insert(cx.tx(), &event.identity.id, &event.payload).await?;
+        self.done.fetch_add(1, Relaxed);
         Ok(())
     }
 }
