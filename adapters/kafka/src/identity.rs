@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use bytes::Bytes;
 use onlyonce::event::{Headers, Origin, PropertyId, RawEvent};
 use rdkafka::Message;
-use rdkafka::message::{BorrowedMessage, Headers as _};
+use rdkafka::message::{BorrowedMessage, Header, Headers as _};
 
 use crate::config::OrderingKey;
 
@@ -21,17 +21,18 @@ const UNREADABLE_NAME: &str = "onlyonce-unreadable-header-name";
 
 /// The event that a record is. `cluster` says whose coordinates these are.
 pub(crate) fn raw_event(record: &BorrowedMessage<'_>, cluster: &str, key: &OrderingKey) -> RawEvent {
-    let headers = headers(record);
+    let bytes = Copied::of(record);
+    let headers = headers(record, &bytes);
     let (topic, partition, offset) = (record.topic(), record.partition(), record.offset());
     let time_ms = record.timestamp().to_millis();
     RawEvent {
         event_type: header(&headers, OWN_TYPE_HEADER).or_else(|| header(&headers, CLOUD_EVENTS_TYPE)),
         key: match key {
-            OrderingKey::RecordKey => record.key().map(Bytes::copy_from_slice),
+            OrderingKey::RecordKey => bytes.key.clone(),
             OrderingKey::Partition => Some(format!("partition {partition}").into()),
             OrderingKey::Header(name) => header(&headers, name),
         },
-        payload: record.payload().map(Bytes::copy_from_slice),
+        payload: bytes.payload,
         time_ms,
         property: None,
         native: Some(native(cluster, topic, partition, offset, time_ms)),
@@ -42,6 +43,39 @@ pub(crate) fn raw_event(record: &BorrowedMessage<'_>, cluster: &str, key: &Order
         },
         headers,
     }
+}
+
+/// All bytes of a record in one allocation, of which the parts are slices: an event is copied once more
+/// when it is handed out, in case that it comes back, and then only counts are raised.
+struct Copied {
+    key: Option<Bytes>,
+    payload: Option<Bytes>,
+    /// The values of the headers one after another.
+    values: Bytes,
+}
+
+impl Copied {
+    fn of(record: &BorrowedMessage<'_>) -> Self {
+        let (key, payload) = (record.key(), record.payload());
+        let mut all = Vec::with_capacity(
+            key.map_or(0, <[u8]>::len)
+                + payload.map_or(0, <[u8]>::len)
+                + values(record).map(<[u8]>::len).sum::<usize>(),
+        );
+        all.extend_from_slice(key.unwrap_or_default());
+        all.extend_from_slice(payload.unwrap_or_default());
+        values(record).for_each(|value| all.extend_from_slice(value));
+        let mut all = Bytes::from(all);
+        Self {
+            key: key.map(|key| all.split_to(key.len())),
+            payload: payload.map(|payload| all.split_to(payload.len())),
+            values: all,
+        }
+    }
+}
+
+fn values<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = &'a [u8]> {
+    fields(record).filter_map(|field| field?.value)
 }
 
 /// A topic that was deleted and created anew counts its offsets from 0 again; the timestamp tells the
@@ -59,24 +93,31 @@ fn header(headers: &Headers, name: &str) -> Option<Bytes> {
 }
 
 /// All of them, in order, also those that repeat a name or have no value.
-fn headers(record: &BorrowedMessage<'_>) -> Headers {
+fn headers(record: &BorrowedMessage<'_>, bytes: &Copied) -> Headers {
+    let mut values = bytes.values.clone();
     let mut out = Headers::new();
-    let Some(headers) = record.headers() else {
-        return out;
-    };
-    for at in 0..headers.count() {
-        // The library panics on a name that is not UTF-8. That record is a trouble of its own, not of
-        // the partition: it goes on, and shows that a header is missing.
-        match catch_unwind(AssertUnwindSafe(|| headers.try_get(at))) {
-            Ok(Some(header)) => match header.value {
-                Some(value) => out.push(header.key, Bytes::copy_from_slice(value)),
-                None => out.push_null(header.key),
-            },
-            Ok(None) => {}
-            Err(_) => out.push_null(UNREADABLE_NAME),
+    for field in fields(record) {
+        match field {
+            Some(Header {
+                key,
+                value: Some(value),
+            }) => out.push(key, values.split_to(value.len())),
+            Some(Header { key, value: None }) => out.push_null(key),
+            None => out.push_null(UNREADABLE_NAME),
         }
     }
     out
+}
+
+/// A record's headers; `None` is one that cannot be read.
+fn fields<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = Option<Header<'a, &'a [u8]>>> {
+    let headers = record.headers();
+    let count = headers.map_or(0, |headers| headers.count());
+    (0..count).map(move |at| {
+        // The library panics on a name that is not UTF-8. That record is a trouble of its own, not of
+        // the partition: it goes on, and shows that a header is missing.
+        catch_unwind(AssertUnwindSafe(|| headers?.try_get(at))).unwrap_or_default()
+    })
 }
 
 /// How much memory an event holds, for byte budgets.

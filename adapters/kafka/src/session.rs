@@ -64,7 +64,7 @@ pub(crate) enum Order {
 #[derive(Debug)]
 pub(crate) enum News {
     /// These have come.
-    Records(Vec<(Ticket, Record)>),
+    Records(Vec<(Ticket, Box<Record>)>),
     /// These assignments are over, or will be as soon as what runs of them is done.
     Revoked(Vec<Generation>),
     /// The session is over; without an error because it was told to finish.
@@ -709,7 +709,7 @@ fn take(
     keeper: &Keeper,
     last_topic: &mut Option<Arc<str>>,
     message: &BorrowedMessage<'_>,
-) -> Option<(Ticket, Record)> {
+) -> Option<(Ticket, Box<Record>)> {
     let topic = match last_topic {
         Some(topic) if **topic == *message.topic() => topic.clone(),
         _ => last_topic.insert(message.topic().into()).clone(),
@@ -724,14 +724,12 @@ fn take(
         .desk()
         .ledger
         .delivered(&partition, message.offset(), bytes)?;
-    Some((
-        ticket,
-        Record {
-            event,
-            bytes,
-            returns: 0,
-        },
-    ))
+    let record = Record {
+        event,
+        bytes,
+        returns: 0,
+    };
+    Some((ticket, Box::new(record)))
 }
 
 /// Commits what is stored of what is ours. Never a number of our own: a broker takes it from anybody,
