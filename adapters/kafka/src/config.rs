@@ -24,7 +24,7 @@ const POLL_INTERVAL: &str = "max.poll.interval.ms";
 const POLL_INTERVAL_DEFAULT: Duration = Duration::from_secs(300);
 
 /// What applies unless [`KafkaBuilder::set`] says otherwise.
-const DEFAULTS: [(&str, &str); 5] = [
+const DEFAULTS: [(&str, &str); 6] = [
     ("partition.assignment.strategy", "cooperative-sticky"),
     // A death repeats about so much of what was done; repeats meet their claims.
     ("auto.commit.interval.ms", "1000"),
@@ -32,6 +32,8 @@ const DEFAULTS: [(&str, &str); 5] = [
     ("reconnect.backoff.max.ms", "5000"),
     // Of one partition the client fetches ahead; what is paused for long is fetched again.
     ("queued.min.messages", "10000"),
+    // So long it rests when it has fetched that; a whole second by default, in which lanes would run dry.
+    ("fetch.queue.backoff.ms", "10"),
 ];
 
 /// Settings that would break a promise, or are said elsewhere, and why.
