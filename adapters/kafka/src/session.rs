@@ -39,6 +39,11 @@ const BUSY_POLL: Duration = Duration::from_millis(10);
 const IDLE_POLL: Duration = Duration::from_millis(50);
 /// So long a full buffer is only waited for. A pause throws away what the client has fetched ahead.
 const FULL_FOR: Duration = Duration::from_millis(200);
+/// How long a full buffer is left alone at a time. It holds several windows, so that no lane runs dry, and
+/// a thousand completions wake this thread a few times instead of a thousand times.
+const FULL_REST: Duration = Duration::from_millis(4);
+/// How often offsets are stored; they are committed once a second, and when a partition leaves.
+const STORE_EVERY: Duration = Duration::from_millis(20);
 /// The most records that are handed on at once.
 const BATCH: usize = 256;
 /// A buffer of this many windows keeps the lanes busy between two polls.
@@ -456,12 +461,13 @@ struct Poller {
     last_record: Instant,
     last_topic: Option<Arc<str>>,
     topics_seen: Instant,
+    stored: Instant,
 }
 
 /// What one turn of the loop is to do.
 enum Turn {
     Poll(Duration),
-    /// The buffer is full; wait for orders instead.
+    /// The buffer is full; leave it alone for a moment.
     Wait,
 }
 
@@ -477,6 +483,7 @@ impl Poller {
             last_record: Instant::now(),
             last_topic: None,
             topics_seen: Instant::now(),
+            stored: Instant::now(),
         }
     }
 
@@ -486,7 +493,10 @@ impl Poller {
             let turn = {
                 let mut desk = keeper.desk();
                 desk.carry_out_all();
-                desk.store(&self.consumer);
+                if self.stored.elapsed() >= STORE_EVERY || desk.is_over() {
+                    desk.store(&self.consumer);
+                    self.stored = Instant::now();
+                }
                 if let Some(failure) = desk.failure.take() {
                     return Err(failure);
                 }
@@ -498,7 +508,7 @@ impl Poller {
                 self.balance(&mut desk)
             };
             match turn {
-                Turn::Wait => keeper.desk().wait(BUSY_POLL),
+                Turn::Wait => thread::sleep(FULL_REST),
                 Turn::Poll(time) => self.poll(time)?,
             }
             self.look_for_stalls()?;
