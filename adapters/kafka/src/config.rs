@@ -525,7 +525,7 @@ impl Settings {
             if one.create_native_config().is_err() {
                 problems.push(format!(
                     "{name} is not a setting of this librdkafka, or its value is not possible (a build without the \
-                     feature `tls` or `gssapi` does not know all of them)"
+                     feature `tls` does not know all of them)"
                 ));
             }
         }
