@@ -143,8 +143,13 @@ impl<S: Inbox> Lane<S> {
             let lane = Some(self.seat.index);
             return (Done { lane, settlements }, None);
         }
-        let takes_more = self.shared.takes_work();
-        let next = locked(&self.seat.window).finish(self.seat.index, &mut settlements, takes_more);
+        let mut window = locked(&self.seat.window);
+        window.finish(self.seat.index, &mut settlements);
+        let next = if self.shared.takes_work() {
+            window.take(self.seat.index)
+        } else {
+            None
+        };
         let lane = None;
         (Done { lane, settlements }, next)
     }

@@ -194,7 +194,7 @@ impl<'a, S: Inbox> Intake<'a, S> {
             mut settlements,
         } = done;
         if let Some(lane) = lane {
-            self.window().finish(lane, &mut settlements, false);
+            self.window().finish(lane, &mut settlements);
         }
         settlements
     }

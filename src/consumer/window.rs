@@ -106,7 +106,7 @@ impl Window {
     }
 
     /// The next piece of work for this lane, which is busy from then on if there is one.
-    fn take(&mut self, lane: usize) -> Option<Vec<Delivery>> {
+    pub(crate) fn take(&mut self, lane: usize) -> Option<Vec<Delivery>> {
         let queue = match self.ordering {
             Ordering::Unordered => &mut self.queues[0],
             Ordering::PerKey => &mut self.queues[lane],
@@ -128,14 +128,9 @@ impl Window {
         }
     }
 
-    /// A lane is done with what it had, and goes on with what is returned if it takes more. Per key, what
-    /// waits behind an event that was given back goes back as well: it would overtake it otherwise.
-    pub(crate) fn finish(
-        &mut self,
-        lane: usize,
-        settlements: &mut Vec<Settlement>,
-        takes_more: bool,
-    ) -> Option<Vec<Delivery>> {
+    /// A lane is done with what it had. Per key, what waits behind an event that was given back goes
+    /// back as well: it would overtake it otherwise.
+    pub(crate) fn finish(&mut self, lane: usize, settlements: &mut Vec<Settlement>) {
         self.idle[lane] = true;
         let mut given_back = HashSet::new();
         for settlement in settlements.iter() {
@@ -149,7 +144,6 @@ impl Window {
         if self.ordering == Ordering::PerKey && !given_back.is_empty() {
             settlements.extend(self.release_where(|key| key.is_some_and(|key| given_back.contains(key))));
         }
-        if takes_more { self.take(lane) } else { None }
     }
 
     /// These receipts are void. What was not started is dropped, and takes what waits behind it with
@@ -270,7 +264,7 @@ mod tests {
         assert_eq!(window.room(), 0);
         let (lane, mut work) = window.assign().unwrap();
         let mut done = vec![work.remove(0).ack()];
-        window.finish(lane, &mut done, false);
+        window.finish(lane, &mut done);
         assert_eq!(
             window.room(),
             1,
@@ -309,14 +303,12 @@ mod tests {
         let (lane, mut work) = window.assign().unwrap();
         assert!(window.assign().is_none(), "the key's lane is busy");
         let mut done = vec![work.remove(0).ack()];
-        let mut next = window.finish(lane, &mut done, true).unwrap();
+        window.finish(lane, &mut done);
+        let mut next = window.take(lane).unwrap();
         assert_eq!(next[0].receipt.0, 2, "the lane goes on with it");
         assert!(window.assign().is_none(), "and is busy");
         let mut done = vec![next.remove(0).ack()];
-        assert!(
-            window.finish(lane, &mut done, false).is_none(),
-            "a stop: it takes no more"
-        );
+        window.finish(lane, &mut done);
         assert_eq!(window.assign().map(|(l, w)| (l, w[0].receipt.0)), Some((lane, 3)));
     }
 
@@ -331,7 +323,7 @@ mod tests {
         ]);
         let (lane, mut work) = window.assign().unwrap();
         let mut settlements = vec![work.remove(0).release(None)];
-        window.finish(lane, &mut settlements, false);
+        window.finish(lane, &mut settlements);
         assert_eq!(receipts(&settlements), [1, 3]);
         assert_eq!(window.in_hand.len(), 2);
     }
@@ -349,7 +341,7 @@ mod tests {
         assert_eq!(receipts(&window.lose(&[Receipt(1), Receipt(2)])), [2, 3]);
         assert_eq!(window.in_hand.len(), 2, "the running one and key b");
         let mut done: Vec<_> = work.into_iter().map(Delivery::ack).collect();
-        window.finish(lane, &mut done, false);
+        window.finish(lane, &mut done);
         assert_eq!(window.assign().map(|(_, w)| w[0].receipt.0), Some(4));
         window.lose_all();
         assert_eq!(window.in_hand.len(), 1);

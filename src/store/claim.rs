@@ -55,6 +55,15 @@ impl Outcome {
             Self::Discarded => "discarded",
         }
     }
+
+    /// The final state of a held row that was dead once and whose event has come to this.
+    #[cfg(any(feature = "postgres", feature = "sqlite"))]
+    pub(crate) const fn held_state(self) -> &'static str {
+        match self {
+            Self::Processed => "replayed",
+            Self::Discarded => "discarded",
+        }
+    }
 }
 
 /// The state of a held event that is not finished.

@@ -10,9 +10,7 @@ use super::sql::{HELD, NOT_OURS};
 use super::transaction::begin_statement;
 use super::{PostgresStore, Sql};
 use crate::event::EventKey;
-use crate::store::{
-    Claims, CommitError, Next, Open, Outcome, Store as _, StoreError, StoreErrorKind, Tx, answer,
-};
+use crate::store::{Claims, CommitError, Next, Open, Store as _, StoreError, StoreErrorKind, Tx, answer};
 
 /// Which of the two statements that are sent together has failed.
 enum Stopped {
@@ -165,15 +163,11 @@ fn is_of_copy(error: &sqlx::Error) -> bool {
 
 /// Finishes the held rows of the claimed events; in a transaction that is not the claims' it finds none.
 async fn finish(sql: &Sql, tx: &mut Tx<'_, Postgres>, claims: &Claims) -> Result<(), sqlx::Error> {
-    let finished_as = match claims.outcome {
-        Outcome::Processed => "replayed",
-        Outcome::Discarded => "discarded",
-    };
     let keys: Vec<Uuid> = claims.keys.iter().map(EventKey::as_uuid).collect();
     sqlx::query(sql.finish.clone())
         .bind(keys)
         .bind(&claims.mark)
-        .bind(finished_as)
+        .bind(claims.outcome.held_state())
         .execute(&mut **tx)
         .await?;
     Ok(())

@@ -5,7 +5,7 @@ use sqlx::sqlite::Sqlite;
 use super::classify::{COMMIT_HOOK, READ_ONLY, classify, code, primary};
 use super::{SqliteStore, sql};
 use crate::event::EventKey;
-use crate::store::{Claims, CommitError, Outcome, StoreErrorKind, Tx};
+use crate::store::{Claims, CommitError, StoreErrorKind, Tx};
 
 impl SqliteStore {
     pub(super) async fn commit_behind_guard(
@@ -44,10 +44,6 @@ impl SqliteStore {
 /// and finish the held rows of its events.
 async fn guard(tx: &mut Tx<'_, Sqlite>, claims: Claims) -> Result<(), CommitError> {
     let guarding = |e| CommitError::Store(classify("guarding", e));
-    let finished_as = match claims.outcome {
-        Outcome::Processed => "replayed",
-        Outcome::Discarded => "discarded",
-    };
     let keys = hex_keys(&claims.keys);
     let unmarked = match sqlx::query(sql::GUARD)
         .bind(&keys)
@@ -71,7 +67,7 @@ async fn guard(tx: &mut Tx<'_, Sqlite>, claims: Claims) -> Result<(), CommitErro
     }
     sqlx::query(sql::FINISH)
         .bind(&keys)
-        .bind(finished_as)
+        .bind(claims.outcome.held_state())
         .execute(&mut **tx)
         .await
         .map_err(guarding)?;
