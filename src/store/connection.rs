@@ -58,6 +58,7 @@ impl<Db: Database> Connection<Db> {
     }
 
     /// Whether the next transaction has begun already.
+    #[cfg(feature = "postgres")]
     pub(crate) fn has_begun_ahead(&mut self) -> bool {
         let open = self.open.as_mut();
         open.is_some_and(|open| std::mem::take(&mut open.ahead))
@@ -86,6 +87,10 @@ impl<Db: Database> Connection<Db> {
 pub struct Tx<'c, Db: Database> {
     pub(crate) conn: &'c mut Connection<Db>,
     /// How long each statement's answer is waited for.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        allow(dead_code, reason = "a file has no peer that could vanish")
+    )]
     pub(crate) patience: Duration,
 }
 
