@@ -1,0 +1,2 @@
+//! What the adapters' chaos and throughput examples share: everything but the broker.
+
