@@ -1,2 +1,3 @@
 //! What the adapters' chaos and throughput examples share: everything but the broker.
 
+pub mod throughput;

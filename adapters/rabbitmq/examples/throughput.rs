@@ -1,377 +1,70 @@
-//! How fast events go from RabbitMQ to PostgreSQL, one insert each, beside the same loop written by
-//! hand with lapin and sqlx (BEGIN with limits, claim, insert, COMMIT, ack; no guard, no retries).
+//! How fast events go from RabbitMQ to PostgreSQL, beside the same loop written by hand with lapin and sqlx.
 //!
 //! ```sh
 //! scripts/services up && eval "$(scripts/services env)"
 //! cargo run --release -p onlyonce-rabbitmq --example throughput -- --events 40000 --rounds 3
 //! ```
 //!
-//! Every variant runs once per round, in turn, and the medians are compared: on a busy machine the
-//! ratios mean something, the rates do not. `--memory` instead fills a queue and shows how much
-//! memory a consumer takes while it waits.
-#![allow(clippy::print_stdout)]
+//! `--only NAME` measures the variants with NAME in their name; `--memory` instead fills a queue and shows
+//! how much memory a consumer takes while it works on it.
 
-use std::error::Error;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-use futures_util::StreamExt as _;
+use futures_util::{FutureExt as _, StreamExt as _};
 use lapin::options::{
     BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
     QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::FieldTable;
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use onlyonce::store::postgres::PostgresOptions;
-use onlyonce::store::{Operations, PostgresStore};
-use onlyonce::{
-    BatchContext, BatchHandler, Bytes, Consumer, Context, Event, Handler, HandlerError, async_trait,
-};
+use lapin::{BasicProperties, Connection, ConnectionProperties, message::Delivery};
+use onlyonce::async_trait;
 use onlyonce_rabbitmq::RabbitMq;
-use sqlx::{Connection as _, PgConnection, PgPool, Postgres};
+use onlyonce_testbed::throughput::{self, BODY, BoxError, Broker, Twin, environment, event_id};
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-
-type BoxError = Box<dyn Error + Send + Sync>;
 
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
-    let bench = Bench::from_args().await?;
-    if bench.memory {
-        return bench.memory().await;
-    }
-    let variants = [
-        Variant::ByHand { lanes: 8 },
-        Variant::Single { lanes: 8 },
-        Variant::ByHand { lanes: 32 },
-        Variant::Single { lanes: 32 },
-        Variant::Batch { lanes: 8 },
-        Variant::BatchHandler { lanes: 8 },
-    ];
-    let mut rates: Vec<Vec<f64>> = vec![Vec::new(); variants.len()];
-    for round in 1..=bench.rounds {
-        for (variant, rates) in variants.iter().zip(&mut rates) {
-            let cpu = cpu_time()?;
-            let rate = bench.run(variant).await?;
-            // The filling of the queue is in it, the same for all variants.
-            let cpu = (cpu_time()? - cpu).as_secs_f64() * 1e6 / bench.events as f64;
-            println!(
-                "round {round}  {:<34} {rate:>8.0}/s  {cpu:>5.0} us of this process's CPU an event",
-                variant.name()
-            );
-            rates.push(rate);
-        }
-    }
-    let median = |index: usize| {
-        let mut sorted = rates[index].clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted[sorted.len() / 2]
-    };
-    println!();
-    for (index, variant) in variants.iter().enumerate() {
-        println!("median   {:<34} {:>8.0}/s", variant.name(), median(index));
-    }
-    println!("single / by hand,  8 lanes  {:.2}", median(1) / median(0));
-    println!("single / by hand, 32 lanes  {:.2}", median(3) / median(2));
-    println!("batch(100) / single         {:.2}", median(4) / median(1));
-    println!("batch handler / single      {:.2}", median(5) / median(1));
-    Ok(())
+    throughput::run(Rabbit {
+        url: environment("ONLYONCE_RABBITMQ_URL")?,
+    })
+    .await
 }
 
-enum Variant {
-    ByHand { lanes: usize },
-    Single { lanes: usize },
-    Batch { lanes: usize },
-    BatchHandler { lanes: usize },
+struct Rabbit {
+    url: String,
 }
 
-impl Variant {
-    fn name(&self) -> String {
-        match self {
-            Self::ByHand { lanes } => format!("by hand, {lanes} lanes"),
-            Self::Single { lanes } => format!("onlyonce, {lanes} lanes"),
-            Self::Batch { lanes } => format!("onlyonce, {lanes} lanes, batch(100)"),
-            Self::BatchHandler { lanes } => format!("onlyonce, {lanes} lanes, batch handler"),
-        }
-    }
-}
+#[async_trait]
+impl Broker for Rabbit {
+    type Source = RabbitMq;
 
-struct Bench {
-    amqp: String,
-    postgres: String,
-    pool: PgPool,
-    events: u64,
-    rounds: usize,
-    memory: bool,
-}
+    const BATCH: usize = 100;
 
-impl Bench {
-    async fn from_args() -> Result<Self, BoxError> {
-        let environment = |name: &str| {
-            std::env::var(name).map_err(|_| format!("{name} is not set (eval \"$(scripts/services env)\")"))
-        };
-        let (amqp, postgres) = (
-            environment("ONLYONCE_RABBITMQ_URL")?,
-            environment("ONLYONCE_POSTGRES_URL")?,
-        );
-        let pool = PgPool::connect(&postgres).await?;
-        let mut bench = Self {
-            amqp,
-            postgres,
-            pool,
-            events: 40_000,
-            rounds: 3,
-            memory: false,
-        };
-        let mut args = std::env::args().skip(1);
-        while let Some(arg) = args.next() {
-            let mut number = || args.next().ok_or_else(|| format!("{arg} needs a number"));
-            match arg.as_str() {
-                "--events" => bench.events = number()?.parse()?,
-                "--rounds" => bench.rounds = number()?.parse()?,
-                "--memory" => bench.memory = true,
-                _ => return Err(format!("{arg} is not an option (--events N, --rounds N, --memory)").into()),
-            }
-        }
-        Ok(bench)
-    }
+    /// One: only then may an ack cover all before it.
+    const BARE_LANES: usize = 1;
 
-    /// Events per second, from the start of the consumer to the last effect.
-    async fn run(&self, variant: &Variant) -> Result<f64, BoxError> {
-        self.fresh_tables().await?;
-        let queue = self.filled_queue(self.events).await?;
-        let done = Arc::new(AtomicU64::new(0));
-        let started = Instant::now();
-        let last = match variant {
-            Variant::ByHand { lanes } => self.by_hand(&queue, *lanes, &done).await?,
-            Variant::Single { lanes } => {
-                self.consumer(&queue, *lanes, 1, &done, |builder, done| {
-                    builder.handler(Insert(done))
-                })
-                .await?
-            }
-            Variant::Batch { lanes } => {
-                self.consumer(&queue, *lanes, 100, &done, |builder, done| {
-                    builder.handler(Insert(done))
-                })
-                .await?
-            }
-            Variant::BatchHandler { lanes } => {
-                self.consumer(&queue, *lanes, 100, &done, |builder, done| {
-                    builder.batch_handler(Insert(done))
-                })
-                .await?
-            }
-        };
-        self.check().await?;
-        self.channel()
-            .await?
-            .queue_delete(queue.as_str().into(), QueueDeleteOptions::default())
-            .await?;
-        Ok(self.events as f64 / (last - started).as_secs_f64())
-    }
-
-    async fn consumer(
-        &self,
-        queue: &str,
-        lanes: usize,
-        batch: usize,
-        done: &Arc<AtomicU64>,
-        handler: impl FnOnce(
-            onlyonce::consumer::ConsumerBuilder<PostgresStore>,
-            Arc<AtomicU64>,
-        ) -> onlyonce::consumer::ConsumerBuilder<PostgresStore>,
-    ) -> Result<Instant, BoxError> {
-        let store = PostgresOptions::new(&self.postgres)
-            .schema("bench")
-            .max_connections(64)
-            .connect()?;
-        let source = RabbitMq::queue(&self.amqp, queue).build()?;
-        let builder = Consumer::builder("bench", store)
-            .source(source)
-            .lanes(lanes)
-            .batch(batch);
-        let consumer = handler(builder, done.clone()).build()?;
-        let (done, events) = (done.clone(), self.events);
-        let last = Arc::new(OnceLock::new());
-        let seen = last.clone();
-        consumer
-            .run_until(async move {
-                let _ = seen.set(until(&done, events).await);
-            })
-            .await?;
-        last.get()
-            .copied()
-            .ok_or_else(|| "the consumer ended too early".into())
-    }
-
-    /// What one would write without a framework, if one were careful.
-    async fn by_hand(&self, queue: &str, lanes: usize, done: &Arc<AtomicU64>) -> Result<Instant, BoxError> {
-        let connection = connect(&self.amqp).await?;
-        let channel = connection.create_channel().await?;
-        // As many as the consumer asks for.
-        channel
-            .basic_qos(lanes as u16 * 4, BasicQosOptions::default())
-            .await?;
-        let consumer = channel
-            .basic_consume(
-                queue.into(),
-                "bench".into(),
-                BasicConsumeOptions::default(),
-                FieldTable::default(),
-            )
-            .await?;
-        let consumer = Arc::new(tokio::sync::Mutex::new(consumer));
-        let stop = CancellationToken::new();
-        let mut tasks = tokio::task::JoinSet::new();
-        for _ in 0..lanes {
-            let (consumer, stop, done) = (consumer.clone(), stop.clone(), done.clone());
-            let mut conn = PgConnection::connect(&self.postgres).await?;
-            tasks.spawn(async move {
-                loop {
-                    let next = async { consumer.lock().await.next().await };
-                    let delivery = tokio::select! {
-                        () = stop.cancelled() => return Ok::<_, BoxError>(()),
-                        Some(delivery) = next => delivery?,
-                    };
-                    let id = delivery
-                        .properties
-                        .message_id()
-                        .as_ref()
-                        .map_or("", |id| id.as_str())
-                        .to_owned();
-                    let mut tx = conn
-                        .begin_with(
-                            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = 2000; \
-                             SET LOCAL statement_timeout = 30000; \
-                             SET LOCAL idle_in_transaction_session_timeout = 35000",
-                        )
-                        .await?;
-                    let claimed = sqlx::query(
-                        "INSERT INTO bench.by_hand (consumer, source, event_id) VALUES ($1, $2, $3) \
-                         ON CONFLICT DO NOTHING",
-                    )
-                    .bind("bench")
-                    .bind("amq.default")
-                    .bind(&id)
-                    .execute(&mut *tx)
-                    .await?;
-                    if claimed.rows_affected() == 1 {
-                        insert(&mut tx, &id, &delivery.data).await?;
-                    }
-                    tx.commit().await?;
-                    delivery.ack(BasicAckOptions::default()).await?;
-                    done.fetch_add(1, Relaxed);
-                }
-            });
-        }
-        let last = until(done, self.events).await;
-        stop.cancel();
-        while let Some(ended) = tasks.join_next().await {
-            ended??;
-        }
-        connection.close(200, "done".into()).await?;
-        Ok(last)
-    }
-
-    /// Resident memory of a consumer whose handler waits while the queue is full.
-    async fn memory(&self) -> Result<(), BoxError> {
-        self.fresh_tables().await?;
-        let queue = self.filled_queue(self.events).await?;
-        println!(
-            "{} messages wait; resident before {} KiB",
-            self.events,
-            resident()?
-        );
-        let store = PostgresOptions::new(&self.postgres).schema("bench").connect()?;
-        let done = Arc::new(AtomicU64::new(0));
-        let consumer = Consumer::builder("bench", store)
-            .source(RabbitMq::queue(&self.amqp, queue.as_str()).build()?)
-            .handler(Insert(done.clone()))
-            .build()?;
-        let (target, counted) = (self.events / 10, done.clone());
-        let most = Arc::new(AtomicU64::new(0));
-        let seen = most.clone();
-        consumer
-            .run_until(async move {
-                while counted.load(Relaxed) < target {
-                    seen.fetch_max(resident().unwrap_or(0), Relaxed);
-                    tokio::time::sleep(Duration::from_millis(20)).await;
-                }
-            })
-            .await?;
-        println!(
-            "resident at most {} KiB while {} events were applied",
-            most.load(Relaxed),
-            done.load(Relaxed)
-        );
-        self.channel()
-            .await?
-            .queue_delete(queue.as_str().into(), QueueDeleteOptions::default())
-            .await?;
-        Ok(())
-    }
-
-    async fn fresh_tables(&self) -> Result<(), BoxError> {
-        sqlx::raw_sql("DROP SCHEMA IF EXISTS bench CASCADE")
-            .execute(&self.pool)
-            .await?;
-        PostgresOptions::new(&self.postgres)
-            .schema("bench")
-            .connect()?
-            .migrate()
-            .await?;
-        sqlx::raw_sql(
-            "CREATE TABLE bench.effects (event_id text NOT NULL, body bytea NOT NULL);
-             CREATE TABLE bench.by_hand (consumer text, source text, event_id text, processed_at timestamptz
-                 NOT NULL DEFAULT now(), PRIMARY KEY (consumer, source, event_id));
-             CREATE INDEX ON bench.by_hand (processed_at)",
-        )
-        .execute(&self.pool)
-        .await?;
-        sqlx::raw_sql("CHECKPOINT").execute(&self.pool).await?;
-        Ok(())
-    }
-
-    async fn check(&self) -> Result<(), BoxError> {
-        let (rows, ids): (i64, i64) =
-            sqlx::query_as("SELECT count(*), count(DISTINCT event_id) FROM bench.effects")
-                .fetch_one(&self.pool)
-                .await?;
-        if (rows as u64, ids as u64) != (self.events, self.events) {
-            return Err(format!("{rows} effects of {ids} events, expected {}", self.events).into());
-        }
-        Ok(())
-    }
-
-    async fn channel(&self) -> Result<Channel, BoxError> {
-        Ok(connect(&self.amqp).await?.create_channel().await?)
-    }
-
-    async fn filled_queue(&self, events: u64) -> Result<String, BoxError> {
+    async fn filled(&self, events: u64) -> Result<String, BoxError> {
         let queue = format!("bench-{:08x}", std::process::id());
-        let connection = connect(&self.amqp).await?;
+        let connection = self.connect().await?;
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        let options = QueueDeclareOptions {
-            durable: true,
-            ..QueueDeclareOptions::default()
-        };
+        let options = QueueDeclareOptions::durable();
         channel
             .queue_declare(queue.as_str().into(), options, FieldTable::default())
             .await?;
         for n in 0..events {
-            // Spread over the index as random ids are; an odd factor gives each number once.
-            let id = n.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let properties = BasicProperties::default()
-                .with_message_id(format!("evt_{id:016x}").into())
+                .with_message_id(event_id(n).into())
                 .with_delivery_mode(2);
+            let options = BasicPublishOptions::default();
             channel
                 .basic_publish(
                     "".into(),
                     queue.as_str().into(),
-                    BasicPublishOptions::default(),
-                    br#"{"account":"acc-17","cents":4711,"currency":"EUR","note":"a body of ordinary size"}"#,
+                    options,
+                    BODY.as_bytes(),
                     properties,
                 )
                 .await?;
@@ -384,89 +77,89 @@ impl Bench {
         connection.close(200, "filled".into()).await?;
         Ok(queue)
     }
-}
 
-async fn connect(url: &str) -> Result<Connection, BoxError> {
-    Ok(Connection::connect(url, ConnectionProperties::default()).await?)
-}
-
-/// When the last event was applied.
-async fn until(done: &AtomicU64, events: u64) -> Instant {
-    while done.load(Relaxed) < events {
-        tokio::time::sleep(Duration::from_millis(2)).await;
+    fn source(&self, queue: &str) -> Result<RabbitMq, BoxError> {
+        Ok(RabbitMq::queue(&self.url, queue).build()?)
     }
-    Instant::now()
-}
 
-async fn insert(conn: &mut PgConnection, id: &str, body: &[u8]) -> sqlx::Result<()> {
-    sqlx::query("INSERT INTO bench.effects (event_id, body) VALUES ($1, $2)")
-        .bind(id)
-        .bind(body)
-        .execute(conn)
-        .await?;
-    Ok(())
-}
+    async fn by_hand(&self, queue: &str, twin: Twin, stop: CancellationToken) -> Result<(), BoxError> {
+        let connection = self.connect().await?;
+        let channel = connection.create_channel().await?;
+        // As many as the consumer asks for.
+        let prefetch = twin.lanes * (twin.batch + twin.batch.max(3));
+        channel
+            .basic_qos(prefetch.try_into()?, BasicQosOptions::default())
+            .await?;
+        let consumer = channel
+            .basic_consume(
+                queue.into(),
+                "bench".into(),
+                BasicConsumeOptions::default(),
+                FieldTable::default(),
+            )
+            .await?;
+        let consumer = Arc::new(Mutex::new(consumer));
+        let mut lanes = JoinSet::new();
+        for _ in 0..twin.lanes {
+            let (consumer, stop, batch) = (consumer.clone(), stop.clone(), twin.batch);
+            let (alone, mut lane) = (twin.lanes == 1, twin.lane().await?);
+            lanes.spawn(async move {
+                loop {
+                    let deliveries = tokio::select! {
+                        () = stop.cancelled() => return Ok::<_, BoxError>(()),
+                        deliveries = next(&consumer, batch) => deliveries?,
+                    };
+                    let events: Vec<_> = deliveries
+                        .iter()
+                        .map(|delivery| (id(delivery), delivery.data.as_slice()))
+                        .collect();
+                    lane.apply(&events).await?;
+                    let told = if alone { deliveries.len() - 1 } else { 0 };
+                    for delivery in &deliveries[told..] {
+                        delivery.ack(BasicAckOptions { multiple: alone }).await?;
+                    }
+                }
+            });
+        }
+        while let Some(ended) = lanes.join_next().await {
+            ended??;
+        }
+        connection.close(200, "done".into()).await?;
+        Ok(())
+    }
 
-struct Insert(Arc<AtomicU64>);
-
-#[async_trait]
-impl Handler<Postgres> for Insert {
-    type Payload = Bytes;
-
-    async fn handle(&self, cx: &mut Context<'_, Postgres>, event: Event<Bytes>) -> Result<(), HandlerError> {
-        insert(cx.tx(), &event.identity.id, &event.payload).await?;
-        self.0.fetch_add(1, Relaxed);
+    async fn delete(&self, queue: &str) -> Result<(), BoxError> {
+        let channel = self.connect().await?.create_channel().await?;
+        channel
+            .queue_delete(queue.into(), QueueDeleteOptions::default())
+            .await?;
         Ok(())
     }
 }
 
-#[async_trait]
-impl BatchHandler<Postgres> for Insert {
-    type Payload = Bytes;
-
-    async fn handle(
-        &self,
-        cx: &mut BatchContext<'_, Postgres>,
-        events: Vec<Event<Bytes>>,
-    ) -> Result<(), HandlerError> {
-        let ids: Vec<&str> = events.iter().map(|event| event.identity.id.as_str()).collect();
-        let bodies: Vec<&[u8]> = events.iter().map(|event| event.payload.as_ref()).collect();
-        sqlx::query(
-            "INSERT INTO bench.effects (event_id, body) SELECT * FROM unnest($1::text[], $2::bytea[])",
-        )
-        .bind(ids)
-        .bind(bodies)
-        .execute(cx.tx())
-        .await?;
-        self.0.fetch_add(events.len() as u64, Relaxed);
-        Ok(())
+impl Rabbit {
+    async fn connect(&self) -> Result<Connection, BoxError> {
+        Ok(Connection::connect(&self.url, ConnectionProperties::default()).await?)
     }
 }
 
-/// User and system time of this process, from the scheduler's ticks of 10 ms.
-fn cpu_time() -> Result<Duration, BoxError> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
-    let fields = stat.rsplit_once(')').ok_or("no name in /proc/self/stat")?.1;
-    let ticks = |n: usize| {
-        fields
-            .split_whitespace()
-            .nth(n)
-            .and_then(|t| t.parse::<u64>().ok())
-            .unwrap_or(0)
-    };
-    Ok(Duration::from_millis(10 * (ticks(11) + ticks(12))))
+/// The next delivery, and those that are here already.
+async fn next(consumer: &Mutex<lapin::Consumer>, batch: usize) -> Result<Vec<Delivery>, BoxError> {
+    let mut consumer = consumer.lock().await;
+    let first = consumer.next().await.ok_or("the consumer was cancelled")??;
+    let mut deliveries = vec![first];
+    while deliveries.len() < batch
+        && let Some(Some(more)) = consumer.next().now_or_never()
+    {
+        deliveries.push(more?);
+    }
+    Ok(deliveries)
 }
 
-/// Resident memory of this process in KiB.
-fn resident() -> Result<u64, BoxError> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
-    let line = status
-        .lines()
-        .find(|line| line.starts_with("VmRSS:"))
-        .ok_or("no VmRSS in /proc/self/status")?;
-    Ok(line
-        .split_whitespace()
-        .nth(1)
-        .ok_or("VmRSS has no value")?
-        .parse()?)
+fn id(delivery: &Delivery) -> &str {
+    delivery
+        .properties
+        .message_id()
+        .as_ref()
+        .map_or("", |id| id.as_str())
 }
