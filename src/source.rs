@@ -72,6 +72,9 @@ pub struct Plan {
     pub window_bytes: usize,
     /// How long one delivery may stay unsettled on the ordinary path: all its attempts in place and their delays.
     pub longest_unsettled: Duration,
+    /// How many attempts an event has in one delivery. The process can end in each of them, and every
+    /// next one is a delivery of its own then: a broker that puts up with fewer ends the event first.
+    pub attempts: u32,
     /// How long an identity is remembered; a source that can redeliver later than this breaks deduplication.
     pub dedup_window: Option<Duration>,
 }
@@ -84,6 +87,7 @@ impl Plan {
             window,
             window_bytes: 64 << 20,
             longest_unsettled: Duration::from_secs(60),
+            attempts: 1,
             dedup_window: None,
         }
     }

@@ -383,12 +383,14 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
                 crash: self.crash.clone(),
             })
         };
-        let attempts_in_place = self.policy.max_attempts().min(1000);
+        // Those after them come from `inbox`, each in a delivery of its own.
+        let attempts = self.policy.attempts_in_place();
         let plan = |window| Plan {
             consumer: self.name.clone(),
             window,
             window_bytes: self.window_bytes,
-            longest_unsettled: self.handler_timeout * attempts_in_place + self.policy.longest_in_place(),
+            longest_unsettled: self.handler_timeout * attempts + self.policy.longest_in_place(),
+            attempts,
             dedup_window: Some(self.dedup_window),
         };
         let shape = |lanes, window, stop_when_idle| Shape {

@@ -77,6 +77,11 @@ impl RetryPolicy {
         1 + self.immediate + self.delays_ms.len() as u32
     }
 
+    /// How many of them come one after the other in the lane that has the delivery.
+    pub(crate) fn attempts_in_place(&self) -> u32 {
+        1 + self.immediate
+    }
+
     pub(crate) fn contention_limit(&self) -> u32 {
         self.contention
     }
@@ -202,7 +207,7 @@ mod tests {
     #[test]
     fn the_default_is_one_then_three_in_place_then_four_delayed() {
         let policy = RetryPolicy::default();
-        assert_eq!(policy.max_attempts(), 8);
+        assert_eq!((policy.max_attempts(), policy.attempts_in_place()), (8, 4));
         for failed in 1..=3 {
             assert!(
                 matches!(policy.after(failed), Retry::InPlace { after } if after >= IMMEDIATE_MIN && after <= IMMEDIATE_MAX * 2)
