@@ -46,7 +46,7 @@ pub(crate) async fn at_start(settings: &Settings, plan: &Plan) -> Result<Known, 
         }
     };
     let mut refused = Vec::new();
-    for finding in judge(&facts, settings.single_active_consumer, plan.longest_unsettled) {
+    for finding in judge(&facts, settings.single_active_consumer, plan) {
         if finding.fatal || settings.strict_checks {
             refused.push(finding.text);
         } else {
@@ -165,10 +165,20 @@ impl Facts {
         self.delivery_limit.or(default).filter(|limit| *limit >= 0)
     }
 
+    /// It takes away what kills its consumers, to where it can be found, and nothing else.
+    fn limit_suits(&self, limit: i64, plan: &Plan) -> bool {
+        !self.counts_returns() && self.dead_letter_exchange.is_some() && limit >= enough_deaths(plan)
+    }
+
     /// Since 4.3 a `nack` no longer counts towards the limit, only what looks like a crash.
     fn counts_returns(&self) -> bool {
         self.version.is_none_or(|version| version < (4, 3))
     }
+}
+
+/// A message whose every attempt takes its consumer down, and a crash that is not its fault.
+fn enough_deaths(plan: &Plan) -> i64 {
+    i64::from(plan.attempts) + 1
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,7 +188,7 @@ struct Finding {
 }
 
 /// What about this queue endangers the consumer, and what to do about it.
-fn judge(facts: &Facts, single_active_consumer: bool, longest_unsettled: Duration) -> Vec<Finding> {
+fn judge(facts: &Facts, single_active_consumer: bool, plan: &Plan) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut say = |fatal: bool, text: String| findings.push(Finding { fatal, text });
     if facts.kind == Kind::Stream {
@@ -216,25 +226,32 @@ fn judge(facts: &Facts, single_active_consumer: bool, longest_unsettled: Duratio
             ),
         );
     }
-    if let Some(limit) = facts.effective_limit() {
+    let limit = facts.effective_limit();
+    if let Some(limit) = limit.filter(|limit| !facts.limit_suits(*limit, plan)) {
         let counted = if facts.counts_returns() {
             "a message that is given back, as when the database is away or this process stops, counts"
         } else {
             "a message whose consumer dies counts"
         };
+        let enough = if facts.counts_returns() {
+            "a high number".to_owned()
+        } else {
+            format!("{} or more", enough_deaths(plan))
+        };
+        let raise = format!("set the delivery limit to -1 where the broker knows that, or to {enough}");
         match &facts.dead_letter_exchange {
             None => say(
                 false,
                 format!(
                     "after {limit} returns the broker drops a message for good, as there is no dead-letter exchange, and {counted} \
-                     (set one, and set the delivery limit to -1 where the broker knows that, or to a high number)"
+                     (set one, and {raise})"
                 ),
             ),
             Some(exchange) => say(
                 false,
                 format!(
                     "after {limit} returns the broker moves a message to the exchange {exchange:?}, past this consumer's own dead letters, \
-                     and {counted} (set the delivery limit to -1 where the broker knows that, or to a high number)"
+                     and {counted} ({raise})"
                 ),
             ),
         }
@@ -243,12 +260,13 @@ fn judge(facts: &Facts, single_active_consumer: bool, longest_unsettled: Duratio
         Some(timeout) => (timeout, "its consumer timeout"),
         None => (DEFAULT_CONSUMER_TIMEOUT, "RabbitMQ's default consumer timeout"),
     };
-    if timeout < longest_unsettled {
+    if timeout < plan.longest_unsettled {
         say(
             false,
             format!(
-                "{whose} is {timeout:?}, but one message may be worked on for {longest_unsettled:?}, and then the broker closes the \
-                 channel and delivers everything again (raise x-consumer-timeout, or lower the handler's timeout and its immediate retries)"
+                "{whose} is {timeout:?}, but one message may be worked on for {:?}, and then the broker closes the \
+                 channel and delivers everything again (raise x-consumer-timeout, or lower the handler's timeout and its immediate retries)",
+                plan.longest_unsettled
             ),
         );
     }
@@ -261,14 +279,22 @@ mod tests {
 
     use super::*;
 
-    const MINUTE: Duration = Duration::from_secs(60);
+    /// With a message that may be worked on for this long.
+    fn minutes(minutes: u64) -> Plan {
+        let mut plan = Plan::for_window("c", 8);
+        plan.longest_unsettled = Duration::from_secs(60 * minutes);
+        plan
+    }
 
     fn facts(queue: Value, version: &str) -> Facts {
         Facts::read(&queue, &json!({ "rabbitmq_version": version }))
     }
 
     fn texts(facts: &Facts) -> Vec<String> {
-        judge(facts, false, MINUTE).into_iter().map(|f| f.text).collect()
+        judge(facts, false, &minutes(1))
+            .into_iter()
+            .map(|f| f.text)
+            .collect()
     }
 
     #[test]
@@ -277,12 +303,12 @@ mod tests {
             judge(
                 &facts(json!({"type": "classic", "arguments": {}}), "3.10.8"),
                 false,
-                MINUTE
+                &minutes(1)
             ),
             []
         );
         assert_eq!(
-            judge(&facts(json!({"type": "quorum"}), "3.13.7"), false, MINUTE),
+            judge(&facts(json!({"type": "quorum"}), "3.13.7"), false, &minutes(1)),
             [],
             "no default limit before 4.0"
         );
@@ -295,7 +321,7 @@ mod tests {
             (json!({"auto_delete": true}), "it is auto-delete"),
             (json!({"exclusive": true}), "it is exclusive"),
         ] {
-            let findings = judge(&facts(queue, "4.1.0"), false, MINUTE);
+            let findings = judge(&facts(queue, "4.1.0"), false, &minutes(1));
             assert!(
                 findings[0].fatal && findings[0].text.contains(part),
                 "{findings:?}"
@@ -303,12 +329,12 @@ mod tests {
         }
         let plain = facts(json!({}), "4.1.0");
         assert!(
-            judge(&plain, true, MINUTE)[0]
+            judge(&plain, true, &minutes(1))[0]
                 .text
                 .contains("x-single-active-consumer")
         );
         let single = facts(json!({"arguments": {"x-single-active-consumer": true}}), "4.1.0");
-        assert_eq!(judge(&single, true, MINUTE), []);
+        assert_eq!(judge(&single, true, &minutes(1)), []);
     }
 
     #[test]
@@ -324,6 +350,20 @@ mod tests {
         );
         let newer = texts(&facts(json!({"type": "quorum"}), "4.3.0"));
         assert!(newer[0].contains("whose consumer dies"), "{newer:?}");
+
+        let limited =
+            json!({"type": "quorum", "arguments": {"x-delivery-limit": 5, "x-dead-letter-exchange": "dlx"}});
+        let limited = facts(limited, "4.3.0");
+        let mut plan = minutes(1);
+        plan.attempts = 4;
+        assert_eq!(
+            judge(&limited, false, &plan),
+            [],
+            "only what kills its consumer goes there"
+        );
+        plan.attempts = 5;
+        let few = judge(&limited, false, &plan).remove(0).text;
+        assert!(few.contains("or to 6 or more"), "{few}");
 
         let queue = json!({
             "type": "quorum",
@@ -356,7 +396,7 @@ mod tests {
         );
         let plain = facts(json!({}), "3.13.0");
         assert!(
-            judge(&plain, false, 31 * MINUTE)[0]
+            judge(&plain, false, &minutes(31))[0]
                 .text
                 .contains("default consumer timeout is 1800s")
         );
