@@ -16,8 +16,8 @@ use crate::connect::within;
 const LONGEST_HOLD: Duration = Duration::from_secs(12 * 3600);
 /// The longest that a dead-letter queue can keep what it got.
 const LONGEST_RETENTION: Duration = Duration::from_secs(14 * DAY);
-/// Each deploy, pause and crash can use up one receive of a message that nothing is wrong with.
-const FEW_RECEIVES: u64 = 5;
+/// A deploy and an outage of the database use up one receive each of a message that nothing is wrong with.
+const GIVEN_BACK: u64 = 2;
 const DAY: u64 = 24 * 3600;
 
 /// What the checks found out about the queue.
@@ -55,7 +55,7 @@ pub(crate) async fn at_start(settings: &Settings, plan: &Plan) -> Result<Known, 
         Err(trouble) => return Err(trouble.explain(settings, "look at")),
     };
     let mut refused = Vec::new();
-    for finding in judge(&facts, plan) {
+    for finding in judge(&facts, &Calls::of(settings), plan) {
         if finding.fatal || settings.strict_checks {
             refused.push(finding.text);
         } else {
@@ -103,61 +103,105 @@ impl Facts {
     }
 }
 
+/// What was set for the calls that keep a message.
+#[derive(Debug, Clone, Copy)]
+struct Calls {
+    visibility: Duration,
+    limit: Duration,
+}
+
+impl Calls {
+    fn of(settings: &Settings) -> Self {
+        Self {
+            visibility: settings.visibility_timeout,
+            limit: settings.call_timeout,
+        }
+    }
+
+    /// The first renewal comes after a third: then there must be time for one that is not answered,
+    /// and for another.
+    fn shortest_visibility(&self) -> Duration {
+        self.limit * 3
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Finding {
     fatal: bool,
     text: String,
 }
 
+impl Finding {
+    fn fatal(text: String) -> Self {
+        Self { fatal: true, text }
+    }
+
+    fn warning(text: String) -> Self {
+        Self { fatal: false, text }
+    }
+}
+
 /// What about this queue endangers the consumer, and what to do about it.
-fn judge(facts: &Facts, plan: &Plan) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let mut say = |fatal: bool, text: String| findings.push(Finding { fatal, text });
-    if plan.longest_unsettled >= LONGEST_HOLD {
-        say(
-            true,
-            format!(
-                "an event can take {:?} here with all its attempts in place, and SQS lets nobody keep a message for more than 12 h (shorten the handler's time limit)",
-                plan.longest_unsettled
-            ),
-        );
+fn judge(facts: &Facts, calls: &Calls, plan: &Plan) -> Vec<Finding> {
+    [hold(calls, plan), memory(facts, plan), receives(facts, plan)]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// How long a message can be kept, against how long an event can take.
+fn hold(calls: &Calls, plan: &Plan) -> Option<Finding> {
+    let longest = plan.longest_unsettled;
+    if longest >= LONGEST_HOLD {
+        return Some(Finding::fatal(format!(
+            "an event can take {longest:?} here with all its attempts in place, and SQS lets nobody keep a message for more than 12 h (shorten the handler's time limit)"
+        )));
     }
-    if let (Some(window), Some(retention)) = (plan.dedup_window, facts.retention) {
-        if window < retention {
-            say(
-                true,
-                format!(
-                    "it keeps messages for {} days and identities are remembered for {} (remember them for longer, or set a shorter MessageRetentionPeriod)",
-                    days(retention),
-                    days(window)
-                ),
-            );
-        } else if facts.most_receives.is_some() && window < retention + LONGEST_RETENTION {
-            say(
-                false,
-                format!(
-                    "identities are remembered for {} days; what comes back from its dead-letter queue can be up to {} days old",
-                    days(window),
-                    days(retention + LONGEST_RETENTION)
-                ),
-            );
-        }
+    let (visibility, enough) = (calls.visibility, calls.shortest_visibility());
+    (visibility < longest && visibility < enough).then(|| {
+        Finding::warning(format!(
+            "an event can take {longest:?} here, and with a visibility_timeout of {visibility:?} a single renewal without an answer for the call_timeout of {:?} gives it to somebody else meanwhile (set the visibility_timeout to {enough:?} or more, or shorten the call_timeout)",
+            calls.limit
+        ))
+    })
+}
+
+/// How old a message can be, against how long identities are remembered.
+fn memory(facts: &Facts, plan: &Plan) -> Option<Finding> {
+    let (window, retention) = (plan.dedup_window?, facts.retention?);
+    let oldest = retention + LONGEST_RETENTION;
+    if window < retention {
+        Some(Finding::fatal(format!(
+            "it keeps messages for {} days and identities are remembered for {} (remember them for longer, or set a shorter MessageRetentionPeriod)",
+            days(retention),
+            days(window)
+        )))
+    } else if facts.most_receives.is_some() && window < oldest {
+        Some(Finding::warning(format!(
+            "identities are remembered for {} days; what comes back from its dead-letter queue can be up to {} days old",
+            days(window),
+            days(oldest)
+        )))
+    } else {
+        None
     }
-    match facts.most_receives {
-        None => say(
-            false,
-            "it has no dead-letter queue: a message that cannot be recorded in the database either comes again until its retention is over (set a RedrivePolicy)"
+}
+
+/// After how many receives SQS takes a message away, against how many this consumer can need.
+fn receives(facts: &Facts, plan: &Plan) -> Option<Finding> {
+    let Some(most) = facts.most_receives else {
+        return Some(Finding::warning(
+            "it has no dead-letter queue: a message that takes the process down with it, or cannot be recorded in the database, comes again until its retention is over (set a RedrivePolicy)"
                 .to_owned(),
-        ),
-        Some(most) if most < FEW_RECEIVES => say(
-            false,
-            format!(
-                "its RedrivePolicy moves a message away after {most} receives, and a deploy, a pause or a crash can use up one each (set maxReceiveCount to {FEW_RECEIVES} or more; attempts are counted in the database)"
-            ),
-        ),
-        Some(_) => {}
-    }
-    findings
+        ));
+    };
+    let enough = u64::from(plan.attempts) + GIVEN_BACK;
+    (most < enough).then(|| {
+        Finding::warning(format!(
+            "its RedrivePolicy moves a message away after {most} receives; an event has {} attempts here, each of which can end with the process, and a deploy or an outage gives back what is in hand (set maxReceiveCount to {enough} or more)",
+            plan.attempts
+        ))
+    })
 }
 
 fn days(time: Duration) -> u64 {
@@ -182,8 +226,13 @@ mod tests {
         plan
     }
 
+    fn calls(visibility: u64, limit: u64) -> Calls {
+        let [visibility, limit] = [visibility, limit].map(Duration::from_secs);
+        Calls { visibility, limit }
+    }
+
     fn said(facts: &Facts, plan: &Plan) -> Vec<(bool, String)> {
-        judge(facts, plan)
+        judge(facts, &calls(30, 5), plan)
             .into_iter()
             .map(|f| (f.fatal, f.text))
             .collect()
@@ -207,20 +256,44 @@ mod tests {
             "{findings:?}"
         );
 
-        let few = Facts {
-            most_receives: Some(3),
-            ..facts()
-        };
-        let findings = said(&few, &plan(Some(10)));
-        assert_eq!(findings.iter().map(|f| f.0).collect::<Vec<_>>(), [false, false]);
-        assert!(findings[0].1.contains("up to 18 days"), "{findings:?}");
-        assert!(findings[1].1.contains("after 3 receives"), "{findings:?}");
-
+        let findings = said(&facts(), &plan(Some(10)));
+        assert!(
+            !findings[0].0 && findings[0].1.contains("up to 18 days"),
+            "{findings:?}"
+        );
         let none = Facts {
             most_receives: None,
             ..facts()
         };
         assert!(said(&none, &plan(None))[0].1.contains("no dead-letter queue"));
+    }
+
+    #[test]
+    fn every_attempt_may_need_a_receive_of_its_own() {
+        let mut plan = plan(Some(30));
+        plan.attempts = 8;
+        assert_eq!(said(&facts(), &plan), [], "eight, a deploy and an outage");
+        plan.attempts = 9;
+        let (fatal, text) = said(&facts(), &plan).remove(0);
+        assert!(!fatal && text.contains("after 10 receives"), "{text}");
+        assert!(
+            text.contains("9 attempts") && text.contains("to 11 or more"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn one_renewal_without_an_answer_must_not_lose_what_runs() {
+        let mut plan = plan(Some(30));
+        plan.longest_unsettled = Duration::from_secs(14);
+        let short =
+            |calls: &Calls, plan: &Plan| judge(&facts(), calls, plan).pop().map(|f| (f.fatal, f.text));
+        assert_eq!(short(&calls(14, 5), &plan), None, "it ends before");
+        plan.longest_unsettled = Duration::from_secs(15);
+        assert_eq!(short(&calls(15, 5), &plan), None, "there is time for two");
+        let (fatal, text) = short(&calls(14, 5), &plan).unwrap();
+        assert!(!fatal && text.contains("visibility_timeout of 14s"), "{text}");
+        assert!(text.contains("to 15s or more"), "{text}");
     }
 
     #[test]

@@ -93,7 +93,9 @@ impl SqsBuilder {
     /// seconds from 2 s to 12 h.
     ///
     /// It is renewed every third, for as long as a message is in hand, so handlers may take longer.
-    /// Shorter means that messages of a dead process come again sooner, and more calls.
+    /// Shorter means that messages of a dead process come again sooner, and more calls. Less than three
+    /// [call timeouts](Self::call_timeout) is warned of at start, where an event may take longer than it:
+    /// one renewal without an answer would lose what runs.
     pub fn visibility_timeout(mut self, timeout: Duration) -> Self {
         self.visibility_timeout = timeout;
         self

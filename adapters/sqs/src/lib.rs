@@ -56,7 +56,8 @@
 //!
 //! The role needs `sqs:ReceiveMessage`, `sqs:DeleteMessage` and `sqs:ChangeMessageVisibility`. With
 //! `sqs:GetQueueAttributes` the queue is checked at start (retention against the dedup window, redrive
-//! policy, dead-letter queue), and the backlog is known, by a call every 30 s.
+//! policy against the attempts of an event, a missing dead-letter queue), and the backlog is known, by a
+//! call every 30 s. The visibility timeout is held against the time that an event may take.
 //!
 //! An idle consumer calls once per [wait time](SqsBuilder::wait_time), a busy one twice for up to ten
 //! messages, and once more per third of a visibility timeout for up to ten that take that long.

@@ -6,7 +6,9 @@
 
 mod checks;
 mod conformance;
+mod database;
 mod deliveries;
+mod effects;
 mod failures;
 mod harness;
 mod pausing;

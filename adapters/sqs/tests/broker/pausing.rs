@@ -1,15 +1,16 @@
 //! While the database is away: nothing is taken, and what is held is given back once.
 
+use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use onlyonce::source::Source;
-use onlyonce::store::Operations as _;
-use onlyonce::store::postgres::PostgresOptions;
 use onlyonce::{Bytes, Consumer, Context, Event, Handler, HandlerError, async_trait};
-use sqlx::{Connection as _, PgConnection, Postgres};
+use sqlx::Postgres;
 use tokio::sync::Notify;
 
+use super::database::*;
 use super::harness::*;
 use super::proxy::Proxy;
 
@@ -46,9 +47,9 @@ async fn nothing_without_room(source: &mut onlyonce_sqs::Sqs, during: Duration) 
 
 /// One row for each run; says when the third one is under way.
 struct Insert {
-    effects: String,
+    database: Database,
     third: Arc<Notify>,
-    runs: std::sync::atomic::AtomicU32,
+    runs: AtomicU32,
 }
 
 #[async_trait]
@@ -56,15 +57,10 @@ impl Handler<Postgres> for Insert {
     type Payload = Bytes;
 
     async fn handle(&self, cx: &mut Context<'_, Postgres>, event: Event<Bytes>) -> Result<(), HandlerError> {
-        if self.runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 2 {
+        if self.runs.fetch_add(1, SeqCst) == 2 {
             self.third.notify_one();
         }
-        // The name of the table is the test's own: nothing in it needs quoting.
-        let insert = sqlx::AssertSqlSafe(format!("INSERT INTO {} VALUES ($1)", self.effects));
-        sqlx::query(insert)
-            .bind(event.identity.id)
-            .execute(cx.tx())
-            .await?;
+        self.database.insert(cx.tx(), &event.identity.id).await?;
         Ok(())
     }
 }
@@ -73,10 +69,11 @@ impl Handler<Postgres> for Insert {
 /// one: `ONLYONCE_OUTAGE_SECONDS` (default 8) is how long this one is.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_outage_of_the_database_sends_nothing_to_the_dead_letter_queue() {
-    let (Some(queue), Some(dead)) = (Queue::standard().await, Queue::standard().await) else {
-        return;
-    };
-    let Some(url) = variable("ONLYONCE_POSTGRES_URL") else {
+    let (Some(queue), Some(dead), Some(database)) = (
+        Queue::standard().await,
+        Queue::standard().await,
+        Database::fresh().await,
+    ) else {
         return;
     };
     let outage = std::env::var("ONLYONCE_OUTAGE_SECONDS").map_or(8, |seconds| seconds.parse().unwrap());
@@ -85,47 +82,24 @@ async fn an_outage_of_the_database_sends_nothing_to_the_dead_letter_queue() {
     let count = 40;
     queue.fill("", count).await;
 
-    let (head, rest) = url.split_once('@').unwrap();
-    let (address, database) = rest.split_once('/').unwrap();
+    let (head, rest) = database.url.split_once('@').unwrap();
+    let (address, name) = rest.split_once('/').unwrap();
     let cable = Proxy::before(&format!("http://{address}")).await;
-    let through = format!("{head}@{}/{database}", cable.url.trim_start_matches("http://"));
-    let schema = unique().replace('-', "_");
-    let effects = format!("{schema}.effects");
-    let mut direct = PgConnection::connect(&url).await.unwrap();
-    PostgresOptions::new(&url)
-        .schema(&schema)
-        .connect()
-        .unwrap()
-        .migrate()
-        .await
-        .unwrap();
-    sqlx::raw_sql(sqlx::AssertSqlSafe(format!(
-        "CREATE TABLE {effects} (id text NOT NULL)"
-    )))
-    .execute(&mut direct)
-    .await
-    .unwrap();
+    let through = format!("{head}@{}/{name}", cable.url.trim_start_matches("http://"));
 
     let calls = Proxy::before(&queue.endpoint).await;
     let third = Arc::new(Notify::new());
-    let consumer = Consumer::builder(
-        "tests",
-        PostgresOptions::new(through).schema(&schema).connect().unwrap(),
-    )
-    .source(queue.source_at(&calls.url).build().unwrap())
-    .handler(Insert {
-        effects: effects.clone(),
-        third: third.clone(),
-        runs: Default::default(),
-    })
-    .lanes(2)
-    .window(20)
-    .keep_while_paused(outage / 4)
-    .build()
-    .unwrap();
-    let stop = Arc::new(Notify::new());
-    let stopping = stop.clone();
-    let running = tokio::spawn(consumer.run_until(async move { stopping.notified().await }));
+    let consumer = Consumer::builder("tests", database.store_at(&through))
+        .source(queue.source_at(&calls.url).build().unwrap())
+        .handler(Insert {
+            database: database.clone(),
+            third: third.clone(),
+            runs: AtomicU32::new(0),
+        })
+        .lanes(2)
+        .window(20)
+        .keep_while_paused(outage / 4);
+    let running = Running::start(consumer);
 
     third.notified().await;
     cable.cut();
@@ -150,19 +124,11 @@ async fn an_outage_of_the_database_sends_nothing_to_the_dead_letter_queue() {
     cable.mend();
 
     queue.becomes(0, 0).await;
-    stop.notify_one();
-    running.await.unwrap().unwrap();
-    let (rows, ids): (i64, i64) = sqlx::query_as(sqlx::AssertSqlSafe(format!(
-        "SELECT count(*), count(DISTINCT id) FROM {effects}"
-    )))
-    .fetch_one(&mut direct)
-    .await
-    .unwrap();
-    assert_eq!((rows, ids), (i64::from(count), i64::from(count)));
+    running.stop().await;
+    let effects = database.effects().await;
+    let ids: HashSet<&String> = effects.iter().collect();
+    assert_eq!((effects.len(), ids.len()), (count as usize, count as usize));
     let dead = dead.depth().await;
     assert_eq!((dead.waiting, dead.unacked), (0, 0), "SQS gave up on a message");
-    sqlx::raw_sql(sqlx::AssertSqlSafe(format!("DROP SCHEMA {schema} CASCADE")))
-        .execute(&mut direct)
-        .await
-        .unwrap();
+    database.end().await;
 }
