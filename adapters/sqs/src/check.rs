@@ -11,9 +11,8 @@ use serde_json::Value;
 
 use crate::config::Settings;
 use crate::connect::within;
+use crate::settle::LONGEST_HOLD;
 
-/// Nothing stays invisible for longer than this.
-const LONGEST_HOLD: Duration = Duration::from_secs(12 * 3600);
 /// The longest that a dead-letter queue can keep what it got.
 const LONGEST_RETENTION: Duration = Duration::from_secs(14 * DAY);
 /// A deploy and an outage of the database use up one receive each of a message that nothing is wrong with.
