@@ -152,6 +152,8 @@ pub(crate) struct Trouble {
     pub(crate) text: String,
     /// A person has to change something.
     pub(crate) refused: bool,
+    /// Nobody knows whether SQS has done what it was called for.
+    pub(crate) unanswered: bool,
 }
 
 impl Trouble {
@@ -183,6 +185,7 @@ where
         Err(_) => Err(Trouble {
             text: format!("no answer within {limit:?}"),
             refused: false,
+            unanswered: true,
         }),
     }
 }
@@ -198,15 +201,19 @@ fn trouble<E: ProvideErrorMetadata + StdError + 'static>(error: &SdkError<E>) ->
             Trouble {
                 refused: is_refusal(code),
                 text,
+                // Something broke there, before or after it was done.
+                unanswered: refusal.raw().status().is_server_error(),
             }
         }
         SdkError::ConstructionFailure(_) => Trouble {
             refused: true,
             text: chain(error),
+            unanswered: false,
         },
         _ => Trouble {
             refused: false,
             text: chain(error),
+            unanswered: true,
         },
     }
 }

@@ -62,6 +62,16 @@ impl Demand {
         Some(ask)
     }
 
+    /// A call is made again whose answer was lost. There was room for what it took, and it is ours.
+    pub(crate) fn again(&mut self, ask: usize) -> bool {
+        let may = self.under_way < self.breadth;
+        if may {
+            self.asked += ask;
+            self.under_way += 1;
+        }
+        may
+    }
+
     /// A call that asked for `ask` brought this many.
     pub(crate) fn answered(&mut self, ask: usize, brought: usize) {
         self.asked -= ask;
@@ -102,6 +112,18 @@ mod tests {
         assert_eq!(all(&mut demand, 30), [10, 10, 10], "64 - 30 is room for three");
         demand.answered(10, 0);
         assert_eq!(all(&mut demand, 30), NONE, "it ran empty");
+    }
+
+    #[test]
+    fn a_call_that_is_made_again_needs_no_room_and_is_one_of_those_under_way() {
+        let mut demand = Demand::new(4, 64);
+        demand.room(10);
+        assert!(demand.again(10), "what it took is ours");
+        assert!(!demand.again(10), "one at a time after a failure");
+        assert_eq!(all(&mut demand, 0), NONE, "and the room is for it");
+        demand.answered(10, 10);
+        demand.room(20);
+        assert_eq!(all(&mut demand, 10), [10]);
     }
 
     #[test]

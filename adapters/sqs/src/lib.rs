@@ -27,6 +27,9 @@
 //!   `maxReceiveCount`. A delay ends with the twelve hours.
 //! - **Calls for messages** run in tasks of their own, as many as there is room for (one on an empty
 //!   queue). What a call brings is never lost by a caller that stops waiting.
+//! - **An answer that gets lost** costs a FIFO queue no visibility timeout: the call is made again by the same
+//!   `ReceiveRequestAttemptId`, and SQS gives the same messages. Those of a standard queue come again when
+//!   their visibility is over.
 //! - **Every call has a time limit**, also at an endpoint that accepts and never answers. Failed calls
 //!   are repeated, after 0.1 s at first, every 10 s in the end; throttling is one of the reasons. What
 //!   only a person can change (a queue that is gone, a permission) is reported as fatal.
@@ -69,12 +72,14 @@
 //! them for rustls (`CryptoProvider::install_default`).
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+mod attempt;
 mod check;
 mod config;
 mod connect;
 mod demand;
 mod envelope;
 mod identity;
+mod request;
 mod session;
 mod settle;
 mod source;

@@ -8,10 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use aws_sdk_sqs::types::{
-    BatchResultErrorEntry, ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry,
-    MessageSystemAttributeName, QueueAttributeName,
-};
+use aws_sdk_sqs::types::QueueAttributeName;
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use onlyonce::source::SourceError;
 use tokio::sync::Notify;
@@ -19,11 +16,12 @@ use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::attempt::Attempts;
 use crate::config::Settings;
-use crate::connect::{Trouble, within};
+use crate::connect::within;
 use crate::demand::Demand;
-use crate::identity::arrival;
-use crate::settle::{Answer, Arrival, BATCH, Entry, Ledger};
+use crate::request::{Kind, Polled, Settled, poll, settle};
+use crate::settle::{BATCH, Ledger};
 use crate::status::Status;
 
 const FIRST_RETRY: Duration = Duration::from_millis(100);
@@ -107,6 +105,7 @@ impl Session {
         });
         let run = Run {
             _backlog: watch_backlog.then(|| watch(settings.clone(), status.clone())),
+            attempts: Attempts::new(settings.fifo, settings.visibility_timeout),
             settings,
             status,
             shared: shared.clone(),
@@ -126,30 +125,12 @@ impl Session {
     }
 }
 
-struct Polled {
-    ask: usize,
-    sent: Instant,
-    messages: Result<Vec<Arrival>, Trouble>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Delete,
-    Change,
-}
-
-struct Settled {
-    kind: Kind,
-    sent: Instant,
-    answers: Vec<(Entry, Answer)>,
-    trouble: Option<Trouble>,
-}
-
 struct Run {
     settings: Arc<Settings>,
     status: Arc<Status>,
     shared: Arc<Shared>,
     polls: JoinSet<Polled>,
+    attempts: Attempts,
     settling: JoinSet<Settled>,
     retry: ExponentialBackoff,
     failing: bool,
@@ -248,9 +229,18 @@ impl Run {
         if desk.closed || desk.broken.is_some() || self.poll_again.is_some_and(|at| at > now) {
             return;
         }
+        while self
+            .attempts
+            .next(now)
+            .is_some_and(|attempt| desk.demand.again(attempt.ask))
+            && let Some(attempt) = self.attempts.take()
+        {
+            self.polls.spawn(poll(self.settings.clone(), attempt));
+        }
         let little = self.little_from <= now || desk.ledger.outstanding() == 0;
         while let Some(ask) = desk.demand.next(desk.ledger.waiting(), little) {
-            self.polls.spawn(poll(self.settings.clone(), ask));
+            let attempt = self.attempts.begin(now, ask);
+            self.polls.spawn(poll(self.settings.clone(), attempt));
             self.little_from = now + LITTLE_ROOM;
         }
     }
@@ -267,7 +257,7 @@ impl Run {
     fn arrive(&mut self, polled: Polled) {
         let mut desk = self.shared.desk();
         let brought = polled.messages.as_ref().map_or(0, Vec::len);
-        desk.demand.answered(polled.ask, brought);
+        desk.demand.answered(polled.attempt.ask, brought);
         match polled.messages {
             Ok(arrivals) => {
                 if std::mem::take(&mut self.failing) {
@@ -282,6 +272,9 @@ impl Run {
                 }
             }
             Err(trouble) => {
+                if trouble.unanswered {
+                    self.attempts.unanswered(polled.attempt);
+                }
                 let error = trouble.explain(&self.settings, "receive from");
                 if !std::mem::replace(&mut self.failing, true) {
                     tracing::warn!(queue = %self.settings.name, %error, "SQS gives no messages, trying again");
@@ -322,114 +315,6 @@ impl Run {
     }
 }
 
-/// One call for messages.
-async fn poll(settings: Arc<Settings>, ask: usize) -> Polled {
-    let sent = Instant::now();
-    let call = settings
-        .client
-        .receive_message()
-        .queue_url(&settings.url)
-        .max_number_of_messages(whole(ask as u64))
-        .wait_time_seconds(whole(settings.wait_time.as_secs()))
-        .visibility_timeout(whole(settings.visibility_timeout.as_secs()))
-        .message_system_attribute_names(MessageSystemAttributeName::All)
-        .message_attribute_names("All")
-        .send();
-    let answer = within(settings.wait_time + settings.call_timeout, call).await;
-    let messages = answer.map(|answer| {
-        let messages = answer.messages.unwrap_or_default();
-        messages
-            .into_iter()
-            .filter_map(|message| arrival(message, &settings))
-            .collect()
-    });
-    Polled { ask, sent, messages }
-}
-
-/// One call with up to ten entries, and what SQS said to each.
-async fn settle(settings: Arc<Settings>, kind: Kind, entries: Vec<Entry>) -> Settled {
-    let sent = Instant::now();
-    let failed = match kind {
-        Kind::Delete => delete(&settings, &entries).await,
-        Kind::Change => change(&settings, &entries).await,
-    };
-    let (answers, trouble) = match failed {
-        Ok(failed) => (answers(entries, &failed), None),
-        Err(trouble) => {
-            let all_again = entries.into_iter().map(|entry| (entry, Answer::Again));
-            (all_again.collect(), Some(trouble))
-        }
-    };
-    Settled {
-        kind,
-        sent,
-        answers,
-        trouble,
-    }
-}
-
-async fn delete(settings: &Settings, entries: &[Entry]) -> Result<Vec<BatchResultErrorEntry>, Trouble> {
-    let mut call = settings.client.delete_message_batch().queue_url(&settings.url);
-    for (at, entry) in entries.iter().enumerate() {
-        let entry = DeleteMessageBatchRequestEntry::builder()
-            .id(at.to_string())
-            .receipt_handle(&entry.handle)
-            .build()
-            .map_err(|e| unbuildable(&e))?;
-        call = call.entries(entry);
-    }
-    let answer = within(settings.call_timeout, call.send()).await?;
-    Ok(answer.failed)
-}
-
-async fn change(settings: &Settings, entries: &[Entry]) -> Result<Vec<BatchResultErrorEntry>, Trouble> {
-    let mut call = settings
-        .client
-        .change_message_visibility_batch()
-        .queue_url(&settings.url);
-    for (at, entry) in entries.iter().enumerate() {
-        let entry = ChangeMessageVisibilityBatchRequestEntry::builder()
-            .id(at.to_string())
-            .receipt_handle(&entry.handle)
-            .visibility_timeout(entry.seconds)
-            .build()
-            .map_err(|e| unbuildable(&e))?;
-        call = call.entries(entry);
-    }
-    let answer = within(settings.call_timeout, call.send()).await?;
-    Ok(answer.failed)
-}
-
-fn unbuildable(error: &aws_sdk_sqs::error::BuildError) -> Trouble {
-    Trouble {
-        text: error.to_string(),
-        refused: false,
-    }
-}
-
-/// The answer is 200 whatever became of the entries; each failure stands in it with its reason.
-fn answers(entries: Vec<Entry>, failed: &[BatchResultErrorEntry]) -> Vec<(Entry, Answer)> {
-    entries
-        .into_iter()
-        .enumerate()
-        .map(|(at, entry)| {
-            let failure = failed.iter().find(|failure| failure.id() == at.to_string());
-            let answer = match failure {
-                None => Answer::Done,
-                Some(failure) if is_void(failure) => Answer::Gone,
-                Some(_) => Answer::Again,
-            };
-            (entry, answer)
-        })
-        .collect()
-}
-
-/// Our own fault is a handle that is void, as all else in an entry is made here; unless it is that we
-/// call too often.
-fn is_void(failure: &BatchResultErrorEntry) -> bool {
-    failure.sender_fault() && !failure.code().contains("Thrott") && !failure.code().contains("OverLimit")
-}
-
 /// Keeps the number of waiting messages fresh.
 fn watch(settings: Arc<Settings>, status: Arc<Status>) -> AbortOnDropHandle<()> {
     AbortOnDropHandle::new(tokio::spawn(async move {
@@ -468,10 +353,6 @@ fn retry() -> ExponentialBackoff {
         .with_jitter()
         .without_max_times()
         .build()
-}
-
-fn whole(number: u64) -> i32 {
-    i32::try_from(number).unwrap_or(i32::MAX)
 }
 
 async fn sleep_until_some(at: Option<Instant>) {

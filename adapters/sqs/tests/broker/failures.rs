@@ -68,6 +68,41 @@ async fn what_cannot_be_renewed_is_lost_and_comes_again() {
     queue.becomes(0, 0).await;
 }
 
+/// A call took the messages, and its answer got lost. Their group stands still for the visibility
+/// timeout, unless the same call is made again.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_call_took_whose_answer_got_lost_is_here_long_before_its_visibility_ends() {
+    if variable("ONLYONCE_SQS_EMULATOR").as_deref() == Some("moto") {
+        println!("skipped: moto takes no notice of a ReceiveRequestAttemptId");
+        return;
+    }
+    let Some(queue) = Queue::fifo().await else {
+        return;
+    };
+    let proxy = Proxy::before(&queue.endpoint).await;
+    let builder = queue
+        .source_at(&proxy.url)
+        .visibility_timeout(SOON * 3)
+        .call_timeout(Duration::from_millis(500));
+    let mut source = started(builder, 10).await;
+    proxy.lose_answers();
+    queue.fill("a", 3).await;
+    let nobody = tokio::time::timeout(Duration::from_millis(200), source.receive(10));
+    nobody.await.unwrap_err();
+    queue.becomes(0, 3).await;
+    // The first try is given up, and those after it fare no better.
+    let until = Instant::now() + SOON;
+    while proxy.calls("ReceiveMessage") < 3 {
+        assert!(Instant::now() < until, "it is not made again");
+        nothing(&mut source, Duration::from_millis(50)).await;
+    }
+    proxy.mend();
+    let three = some(&mut source, 3).await;
+    assert_eq!(bodies(&three), ["1", "2", "3"]);
+    ack(&mut source, three).await;
+    queue.becomes(0, 0).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn throttling_slows_the_calls_down_and_loses_nothing() {
     let Some(queue) = Queue::standard().await else {

@@ -18,6 +18,8 @@ enum Mode {
     Frozen,
     /// Connections are closed, and new ones at once.
     Cut,
+    /// Calls pass, and their answers do not.
+    Mute,
     /// Connections are closed, and on new ones every call is refused for being one too many.
     Throttling,
 }
@@ -60,6 +62,11 @@ impl Proxy {
         self.mode.send_replace(Mode::Frozen);
     }
 
+    /// What is called for is done, and nobody hears of it.
+    pub(crate) fn lose_answers(&self) {
+        self.mode.send_replace(Mode::Mute);
+    }
+
     pub(crate) fn throttle(&self) {
         self.mode.send_replace(Mode::Throttling);
     }
@@ -85,7 +92,7 @@ async fn connection(client: TcpStream, address: String, mut modes: watch::Receiv
             }
             return;
         }
-        Mode::Flowing | Mode::Frozen => {}
+        Mode::Flowing | Mode::Frozen | Mode::Mute => {}
     }
     let Ok(server) = TcpStream::connect(address).await else {
         return;
@@ -113,7 +120,8 @@ async fn copy(
         if let Some(name) = calls.as_ref().and_then(|_| call(&buffer[..read])) {
             *calls.as_ref().unwrap().lock().unwrap().entry(name).or_default() += 1;
         }
-        if modes.wait_for(|mode| *mode != Mode::Frozen).await.is_err() {
+        let stuck = |mode: &Mode| *mode == Mode::Frozen || (*mode == Mode::Mute && calls.is_none());
+        if modes.wait_for(|mode| !stuck(mode)).await.is_err() {
             return;
         }
         if to.write_all(&buffer[..read]).await.is_err() {
