@@ -15,7 +15,8 @@ const WAIT: Duration = Duration::from_secs(5);
 const WAIT_BOUNDS: (Duration, Duration) = (Duration::ZERO, Duration::from_secs(20));
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 const CALL_TIMEOUT_BOUNDS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(60));
-const POLLS: usize = 4;
+/// Enough to keep a wide window filled by calls that take their time; no more go out than there is room for.
+const POLLS: usize = 16;
 const POLLS_BOUNDS: (usize, usize) = (1, 64);
 /// SQS allows no longer name of an attribute.
 const LONGEST_NAME: usize = 256;
@@ -120,10 +121,10 @@ impl SqsBuilder {
         self
     }
 
-    /// How many calls may wait for messages at once. Default 4; from 1 to 64.
+    /// How many calls for messages may be under way at once. Default 16; from 1 to 64.
     ///
-    /// One call brings at most ten messages. There are only as many as there is room for, and only one
-    /// while the queue is empty.
+    /// One call brings at most ten messages. There are only as many as there is room for, one more with
+    /// each that brings at least half of what it asked for, and one alone after one that brings nothing.
     pub fn polls(mut self, most: usize) -> Self {
         self.polls = most;
         self

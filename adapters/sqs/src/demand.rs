@@ -5,8 +5,8 @@ use crate::settle::BATCH;
 /// What the consumer has room for, against what was asked for already.
 ///
 /// What is under way and what waits here never exceed the room, so that nothing is taken from the queue
-/// that has to wait long. On an empty queue one call is enough; each that brings something lets one more
-/// go out beside it.
+/// that has to wait long. On an empty queue one call is enough; each that brings much of what it asked for
+/// lets one more go out beside it, as a call for a few messages costs as much as one for ten.
 #[derive(Debug)]
 pub(crate) struct Demand {
     room: usize,
@@ -48,10 +48,20 @@ impl Demand {
         idle && (1..self.worth_it).contains(&self.room)
     }
 
+    /// Whether [`next`](Self::next) has something to say, or will have after a while.
+    pub(crate) fn wants(&self, waiting: usize) -> bool {
+        let more = self.under_way < self.breadth && self.free(waiting) >= self.worth_it;
+        more || self.is_little(waiting)
+    }
+
+    fn free(&self, waiting: usize) -> usize {
+        self.room.saturating_sub(self.asked + waiting)
+    }
+
     /// How many messages the next call should ask for, while this many deliveries wait here. With
     /// `little` a little room will do: there may never be more, as where it is bounded by bytes.
     pub(crate) fn next(&mut self, waiting: usize, little: bool) -> Option<usize> {
-        let free = self.room.saturating_sub(self.asked + waiting);
+        let free = self.free(waiting);
         let worth_it = free >= self.worth_it || (little && self.is_little(waiting));
         if !worth_it || self.under_way >= self.breadth {
             return None;
@@ -76,10 +86,10 @@ impl Demand {
     pub(crate) fn answered(&mut self, ask: usize, brought: usize) {
         self.asked -= ask;
         self.under_way -= 1;
-        self.breadth = if brought == 0 {
-            1
-        } else {
-            (self.breadth + 1).min(self.most)
+        self.breadth = match brought {
+            0 => 1,
+            _ if brought * 2 >= ask => (self.breadth + 1).min(self.most),
+            _ => self.breadth,
         };
     }
 
@@ -115,6 +125,17 @@ mod tests {
     }
 
     #[test]
+    fn calls_that_bring_little_do_not_become_more() {
+        let mut demand = Demand::new(4, 64);
+        demand.room(64);
+        assert_eq!(all(&mut demand, 0), [10]);
+        demand.answered(10, 4);
+        assert_eq!(all(&mut demand, 0), [10], "one at a time is enough");
+        demand.answered(10, 5);
+        assert_eq!(all(&mut demand, 0), [10, 10]);
+    }
+
+    #[test]
     fn a_call_that_is_made_again_needs_no_room_and_is_one_of_those_under_way() {
         let mut demand = Demand::new(4, 64);
         demand.room(10);
@@ -123,6 +144,7 @@ mod tests {
         assert_eq!(all(&mut demand, 0), NONE, "and the room is for it");
         demand.answered(10, 10);
         demand.room(20);
+        assert!(demand.wants(10));
         assert_eq!(all(&mut demand, 10), [10]);
     }
 

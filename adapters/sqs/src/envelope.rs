@@ -105,6 +105,10 @@ struct Attribute {
 
 impl Notification {
     fn read(body: &str) -> Option<Self> {
+        // Most bodies are no envelope, and to find a name is much cheaper than to parse them.
+        if !body.contains(r#""TopicArn""#) {
+            return None;
+        }
         let read: Self = serde_json::from_str(body).ok()?;
         (read.kind == "Notification" && read.topic_arn.starts_with("arn:")).then_some(read)
     }
@@ -142,6 +146,9 @@ struct BusEvent<'a> {
 
 impl<'a> BusEvent<'a> {
     fn read(body: &'a str) -> Option<Self> {
+        if !body.contains(r#""detail-type""#) {
+            return None;
+        }
         let read: Self = serde_json::from_str(body).ok()?;
         (read.version == "0").then_some(read)
     }

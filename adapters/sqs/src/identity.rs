@@ -20,6 +20,20 @@ const OWN_KEY_HEADER: &str = "onlyonce-ordering-key";
 const OWN_TYPE_HEADER: &str = "onlyonce-event-type";
 const CLOUD_EVENTS_TYPE: &str = "ce-type";
 
+/// What is asked for with each message. Every attribute costs SQS and us something, so not all of them.
+pub(crate) fn wanted(fifo: bool) -> Vec<MessageSystemAttributeName> {
+    let mut wanted = vec![
+        MessageSystemAttributeName::ApproximateReceiveCount,
+        MessageSystemAttributeName::SentTimestamp,
+        MessageSystemAttributeName::MessageGroupId,
+        MessageSystemAttributeName::DeadLetterQueueSourceArn,
+    ];
+    if fifo {
+        wanted.push(MessageSystemAttributeName::SequenceNumber);
+    }
+    wanted
+}
+
 /// A message without a handle, which SQS never sends, could not be settled, and is left to run out.
 pub(crate) fn arrival(message: Message, settings: &Settings) -> Option<Arrival> {
     let handle = message.receipt_handle.clone()?;

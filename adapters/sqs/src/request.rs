@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use aws_sdk_sqs::types::{
     BatchResultErrorEntry, ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry,
-    MessageSystemAttributeName,
 };
 use tokio::time::Instant;
 
 use crate::attempt::Attempt;
 use crate::config::Settings;
 use crate::connect::{Trouble, within};
-use crate::identity::arrival;
+use crate::identity::{arrival, wanted};
 use crate::settle::{Answer, Arrival, Entry};
 
 pub(crate) struct Polled {
@@ -44,7 +43,7 @@ pub(crate) async fn poll(settings: Arc<Settings>, attempt: Attempt) -> Polled {
         .set_receive_request_attempt_id(attempt.id.clone())
         .wait_time_seconds(whole(settings.wait_time.as_secs()))
         .visibility_timeout(whole(settings.visibility_timeout.as_secs()))
-        .message_system_attribute_names(MessageSystemAttributeName::All)
+        .set_message_system_attribute_names(Some(wanted(settings.fifo)))
         .message_attribute_names("All")
         .send();
     let answer = within(settings.wait_time + settings.call_timeout, call).await;

@@ -64,6 +64,11 @@ impl Desk {
         self.ledger.waiting() > 0 || self.ledger.has_lost() || self.broken.is_some() || self.is_finished()
     }
 
+    /// Whether the session would call for messages now, or soon, if it looked.
+    pub(crate) fn wants_messages(&self) -> bool {
+        !self.closed && self.broken.is_none() && self.demand.wants(self.ledger.waiting())
+    }
+
     /// Stopped, and there is nothing to be told any more.
     pub(crate) fn is_finished(&self) -> bool {
         self.stopped.is_some() && self.demand.under_way() == 0 && self.ledger.is_empty()

@@ -122,7 +122,11 @@ impl Source for Sqs {
                 desk.demand.room(max);
                 desk.closed &= max == 0;
             }
-            session.shared.to_do.notify_one();
+            // A call under way will look by itself. To wake the session for each event costs more than most
+            // of what it would do.
+            if desk.wants_messages() || desk.stopped.is_some() {
+                session.shared.to_do.notify_one();
+            }
         }
         loop {
             let shared = session.shared.clone();
@@ -141,7 +145,17 @@ impl Source for Sqs {
     }
 
     async fn settle(&mut self, settlements: Vec<Settlement>) -> Result<(), SourceError> {
-        self.change(|desk| desk.ledger.settle(Instant::now(), settlements));
+        let Some(session) = &self.session else {
+            return Ok(());
+        };
+        let mut desk = session.shared.desk();
+        let waited = desk.ledger.deletions() > 0;
+        desk.ledger.settle(Instant::now(), settlements);
+        // A few more deletions go with those that wait for company already.
+        let company = waited && !self.settings.fifo && !desk.closed;
+        if !company || desk.ledger.fills_a_call() {
+            session.shared.to_do.notify_one();
+        }
         Ok(())
     }
 

@@ -39,6 +39,11 @@ impl Ledger {
         self.to_delete.len()
     }
 
+    /// Whether there is a call that does not wait for more.
+    pub(crate) fn fills_a_call(&self) -> bool {
+        self.to_delete.len() >= BATCH || !self.to_change.is_empty()
+    }
+
     /// The next deletions, as many as go into one call.
     pub(crate) fn next_deletions(&mut self) -> Vec<Entry> {
         let mut entries = Vec::new();
