@@ -1,22 +1,26 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # variables shared with scripts/lib/services.sh
 #
-# Apache Kafka in KRaft mode: one node that is broker and controller, plaintext, no passwords.
+# Apache Kafka in KRaft mode: one node that is broker and controller. Three listeners for clients:
+# without a login, with one (SASL PLAIN, user `onlyonce`, password `onlyonce`), and over TLS.
 #
 # The jars come through Maven once and are kept in the service's directory, beside the data.
 
 unset "${!KAFKA_@}" CLASSPATH JAVA_TOOL_OPTIONS # The caller's are about other programs.
 
 readonly kafka_version=${ONLYONCE_KAFKA_VERSION:-4.1.1} java_least=17
+readonly kafka_user=onlyonce kafka_password=onlyonce
 
 svc_ports() {
     cat <<END
 port 19092
 controller_port 19093
+sasl_port 19094
+tls_port 19095
 END
 }
 
 svc_find() {
-    find_java || return 1
+    find_java && command -v openssl >/dev/null || return 1
     [[ $dir ]] || enter # `up` looks before it settles on a directory.
     kafka_libs=${ONLYONCE_KAFKA_LIBS:-$dir/jars-$kafka_version}
     compgen -G "$kafka_libs/kafka-server-*.jar" >/dev/null
@@ -48,6 +52,7 @@ svc_install() {
     local -a packages=()
     find_java || packages+=(openjdk-17-jre-headless)
     command -v mvn >/dev/null || packages+=(maven)
+    command -v openssl >/dev/null || packages+=(openssl)
     if ((${#packages[@]} > 0)); then install_packages '' "${packages[@]}"; fi
     [[ ${ONLYONCE_KAFKA_LIBS:-} ]] || fetch_jars
 }
@@ -96,10 +101,26 @@ END
 
 svc_prepare() {
     mkdir -p "$dir/log"
+    [[ -s $dir/tls/server.pem ]] || create_certificates >"$dir/log/openssl.log" 2>&1 ||
+        fail_with_logs "the certificates could not be created"
     write_settings >"$dir/server.properties"
     write_logging >"$dir/log4j2.properties"
     [[ -e $dir/data/meta.properties ]] || format_storage
 }
+
+# An authority that nobody else trusts, and a server's key and certificate of its, in one file.
+create_certificates() (
+    set -e
+    rm -rf "$dir/tls" && mkdir -p "$dir/tls" && cd "$dir/tls"
+    openssl req -x509 -newkey rsa:2048 -nodes -days 3650 -subj '/CN=tests of onlyonce' \
+        -keyout authority.key -out authority.pem
+    openssl req -newkey rsa:2048 -nodes -subj '/CN=localhost' -keyout server.key -out server.csr
+    printf '%s\n' 'subjectAltName = DNS:localhost' 'extendedKeyUsage = serverAuth' >server.ext
+    openssl x509 -req -in server.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 800 \
+        -extfile server.ext -out server.crt
+    cat server.key server.crt >server.new
+    mv server.new server.pem
+)
 
 # One partition of offsets is enough for tests, and starts in a tenth of the time that fifty need.
 # Without the delay a group's first member need not wait for others.
@@ -109,10 +130,14 @@ write_settings() {
 process.roles=broker,controller
 node.id=1
 controller.quorum.bootstrap.servers=127.0.0.1:${ports[controller_port]}
-listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]}
-advertised.listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]}
+listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://127.0.0.1:${ports[tls_port]}
+advertised.listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://localhost:${ports[tls_port]}
 controller.listener.names=CONTROLLER
-listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL:SASL_PLAINTEXT,TLS:SSL
+listener.name.sasl.sasl.enabled.mechanisms=PLAIN
+listener.name.sasl.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required user_$kafka_user="$kafka_password";
+listener.name.tls.ssl.keystore.type=PEM
+listener.name.tls.ssl.keystore.location=$dir/tls/server.pem
 log.dir=$dir/data
 auto.create.topics.enable=false
 offsets.topic.replication.factor=1
@@ -177,6 +202,12 @@ svc_ready() (
 
 svc_describe() { echo "Apache Kafka $kafka_version on 127.0.0.1:${ports[port]}"; }
 
-svc_env() { print_export ONLYONCE_KAFKA_BROKERS "127.0.0.1:${ports[port]}"; }
+svc_env() {
+    print_export ONLYONCE_KAFKA_BROKERS "127.0.0.1:${ports[port]}"
+    print_export ONLYONCE_KAFKA_SASL_BROKERS "127.0.0.1:${ports[sasl_port]}"
+    print_export ONLYONCE_KAFKA_SASL_LOGIN "$kafka_user:$kafka_password"
+    print_export ONLYONCE_KAFKA_TLS_BROKERS "localhost:${ports[tls_port]}"
+    print_export ONLYONCE_KAFKA_TLS_CA "$dir/tls/authority.pem"
+}
 
-svc_logs() { printf '%s\n' "$dir/log/format.log" "$dir/output.log"; }
+svc_logs() { printf '%s\n' "$dir/log/openssl.log" "$dir/log/format.log" "$dir/output.log"; }
