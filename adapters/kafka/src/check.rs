@@ -1,8 +1,8 @@
 //! What can be known before the first event: that the topics are there and keep what they hold for no
 //! longer than the database remembers.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use onlyonce::source::{Plan, SourceError};
 use rdkafka::admin::{AdminClient, AdminOptions, ResourceSpecifier};
@@ -19,12 +19,22 @@ use crate::position;
 
 /// How long a question may take that holds up the polling.
 const GLANCE: Duration = Duration::from_secs(1);
+/// How long the first attempt of a question at the start may take; each further one takes twice as long.
+const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
+/// How long a client is listened to for what it has to say of its troubles.
+const LISTENING: Duration = Duration::from_millis(50);
 
 /// A client that asks a few questions, hands its words to our log, and keeps the last complaint: an
 /// answer that does not come says nothing of why.
 #[derive(Default)]
 struct Asking {
     complaint: Mutex<Option<(KafkaError, String)>>,
+}
+
+impl Asking {
+    fn complaint(&self) -> MutexGuard<'_, Option<(KafkaError, String)>> {
+        self.complaint.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl ClientContext for Asking {
@@ -34,7 +44,7 @@ impl ClientContext for Asking {
 
     fn error(&self, error: KafkaError, reason: &str) {
         tracing::debug!(%error, reason, "Kafka client, at start");
-        let mut complaint = self.complaint.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut complaint = self.complaint();
         // That all brokers are away follows from what was said before.
         if complaint.is_none() || !explain::all_away(&error) {
             *complaint = Some((error, reason.to_owned()));
@@ -83,9 +93,7 @@ fn look(settings: &Settings) -> Result<Vec<Topic>, SourceError> {
         .map_err(|e| explain::creation(settings, &e))?;
     let mut topics = Vec::new();
     for name in settings.named_topics() {
-        let metadata = client
-            .fetch_metadata(Some(name), settings.connect_timeout)
-            .map_err(|e| unreachable(settings, &client, &e))?;
+        let metadata = ask(settings, &client, |time| client.fetch_metadata(Some(name), time))?;
         let Some(topic) = metadata.topics().iter().find(|topic| topic.name() == name) else {
             return Err(missing(settings, name));
         };
@@ -117,9 +125,9 @@ fn begins_somewhere(
     if all.count() == 0 {
         return Ok(());
     }
-    let committed = client
-        .committed_offsets(all, settings.connect_timeout)
-        .map_err(|e| unreachable(settings, client, &e))?;
+    let committed = ask(settings, client, |time| {
+        client.committed_offsets(all.clone(), time)
+    })?;
     match committed
         .elements()
         .iter()
@@ -154,20 +162,46 @@ pub(crate) fn is_there<C: ConsumerContext>(
     }
 }
 
-fn unreachable(settings: &Settings, client: &BaseConsumer<Asking>, error: &KafkaError) -> SourceError {
-    // What the client has to say waits in its queue until somebody polls.
-    while client.poll(Duration::ZERO).is_some() {}
-    let complaint = client
-        .context()
-        .complaint
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .take();
-    let reason = match complaint {
-        Some((complaint, reason)) => match explain::judge(&complaint) {
-            Judgement::Over(error) => return error,
-            _ => settings.without_values(&reason),
-        },
+/// Asks until there is an answer, or the time is up. In between the client is listened to: what a person
+/// has to change is told at once, as the client itself would go on trying.
+fn ask<T>(
+    settings: &Settings,
+    client: &BaseConsumer<Asking>,
+    question: impl Fn(Duration) -> Result<T, KafkaError>,
+) -> Result<T, SourceError> {
+    let until = Instant::now() + settings.connect_timeout;
+    let mut time = FIRST_ATTEMPT;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let error = match question(time.min(left)) {
+            Ok(answer) => return Ok(answer),
+            Err(error) => error,
+        };
+        let trouble = trouble(settings, client, &error);
+        if trouble.is_fatal() || time >= left {
+            return Err(trouble);
+        }
+        time *= 2;
+    }
+}
+
+/// Why there is no answer, in the client's own words where it has any.
+fn trouble(settings: &Settings, client: &BaseConsumer<Asking>, error: &KafkaError) -> SourceError {
+    // They wait in a queue, and a poll that is given no time takes just one of them.
+    let until = Instant::now() + LISTENING;
+    while client
+        .poll(until.saturating_duration_since(Instant::now()))
+        .is_some()
+    {}
+    let complaint = client.context().complaint();
+    let reason = match &*complaint {
+        Some((complaint, reason)) => {
+            let reason = settings.without_values(reason);
+            match explain::judge(complaint, &reason) {
+                Judgement::Over(error) => return error,
+                _ => reason,
+            }
+        }
         None => error.to_string(),
     };
     SourceError::broken(format_args!(

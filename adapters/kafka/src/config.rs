@@ -429,6 +429,12 @@ impl fmt::Debug for KafkaBuilder {
     }
 }
 
+fn is_secret(name: &str) -> bool {
+    ["password", "secret", "passphrase"]
+        .iter()
+        .any(|what| name.contains(what))
+}
+
 /// Any value may be a secret, or the path to one.
 fn names(set: &[(String, String)]) -> Vec<&str> {
     set.iter().map(|(name, _)| name.as_str()).collect()
@@ -512,7 +518,12 @@ impl Settings {
     pub(crate) fn without_values(&self, text: &str) -> String {
         self.set
             .iter()
-            .filter(|(_, value)| !value.is_empty() && value.parse::<f64>().is_err())
+            // A number that is no secret may stand for many things in a text.
+            .filter(|(name, value)| {
+                !value.is_empty()
+                    && name != "security.protocol"
+                    && (is_secret(name) || value.parse::<f64>().is_err())
+            })
             .fold(text.to_owned(), |text, (_, value)| text.replace(value, "***"))
     }
 
@@ -622,6 +633,19 @@ mod tests {
         assert!(!text.contains(MARKER), "{text}");
         let settings = builder().set("client.id", MARKER).settings().unwrap();
         assert!(!format!("{settings:?} {settings:#?}").contains(MARKER));
+    }
+
+    #[test]
+    fn a_password_of_digits_is_struck_out_and_other_numbers_are_not() {
+        let settings = builder()
+            .set("sasl.password", "271828")
+            .set("session.timeout.ms", "6000")
+            .settings()
+            .unwrap();
+        assert_eq!(
+            settings.without_values("271828 refused after 6000 ms"),
+            "*** refused after 6000 ms"
+        );
     }
 
     #[test]

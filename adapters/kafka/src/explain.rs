@@ -22,17 +22,21 @@ pub(crate) enum Judgement {
     Over(SourceError),
 }
 
-pub(crate) fn judge(error: &KafkaError) -> Judgement {
+/// What is to be done about an error. `reason` is what the client said of it, without secrets.
+pub(crate) fn judge(error: &KafkaError, reason: &str) -> Judgement {
     match error {
         KafkaError::MessageConsumptionFatal(code) => Judgement::Over(fatal(*code)),
-        KafkaError::MessageConsumption(code) | KafkaError::Global(code) => judge_code(*code),
+        KafkaError::MessageConsumption(code) | KafkaError::Global(code) => judge_code(*code, reason),
         KafkaError::PartitionEOF(_) => Judgement::Passing,
         other => Judgement::Trouble(format!("Kafka: {other}")),
     }
 }
 
-fn judge_code(code: Code) -> Judgement {
+fn judge_code(code: Code, reason: &str) -> Judgement {
     match code {
+        Code::Authentication if is_cut_off(reason) => Judgement::Trouble(format!(
+            "the connection to a Kafka broker broke during the login: {reason}"
+        )),
         Code::AutoOffsetReset | Code::OffsetOutOfRange => Judgement::OutOfRange,
         // The revocation that follows says what is lost.
         Code::PollExceeded => Judgement::Trouble(
@@ -42,7 +46,9 @@ fn judge_code(code: Code) -> Judgement {
         Code::TopicAuthorizationFailed => refused("read the topic (it needs READ and DESCRIBE on it)"),
         Code::GroupAuthorizationFailed => refused("use the group (it needs READ on it)"),
         Code::ClusterAuthorizationFailed => refused("use the cluster"),
-        Code::SaslAuthenticationFailed | Code::Authentication => refused("log in (check user and password)"),
+        Code::SaslAuthenticationFailed | Code::Authentication => {
+            refused(&format!("log in (check user, password and mechanism): {reason}"))
+        }
         Code::FencedInstanceId => Judgement::Over(fatal(code)),
         Code::AllBrokersDown | Code::BrokerTransportFailure | Code::Resolve => {
             Judgement::Trouble(format!("no Kafka broker can be reached: {code}"))
@@ -50,6 +56,13 @@ fn judge_code(code: Code) -> Judgement {
         // Rebalances, coordinators that move, leaders that change: all of daily life.
         _ => Judgement::Passing,
     }
+}
+
+/// A broker that goes away during a login is no answer, though librdkafka calls it a failed login.
+fn is_cut_off(reason: &str) -> bool {
+    ["Broker transport failure", "Timed out", "Disconnected"]
+        .iter()
+        .any(|how| reason.contains(how))
 }
 
 fn refused(what: &str) -> Judgement {
@@ -99,5 +112,26 @@ pub(crate) fn log(level: RDKafkaLogLevel, facility: &str, message: &str) {
             tracing::warn!(target: "librdkafka", facility, "{message}");
         }
         _ => tracing::debug!(target: "librdkafka", facility, "{message}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_that_breaks_during_a_login_is_no_wrong_password() {
+        let error = KafkaError::Global(Code::Authentication);
+        let cut = "SASL PLAIN mechanism handshake failed: Local: Broker transport failure: broker's supported mechanisms: ";
+        assert!(matches!(judge(&error, cut), Judgement::Trouble(_)));
+        for refusal in [
+            "SASL authentication error: Authentication failed: Invalid username or password",
+            "SASL OTHER mechanism handshake failed: Broker: Unsupported SASL mechanism: broker's supported mechanisms: PLAIN",
+        ] {
+            let Judgement::Over(error) = judge(&error, refusal) else {
+                panic!("{refusal} passes");
+            };
+            assert!(error.is_fatal() && error.to_string().contains(refusal), "{error}");
+        }
     }
 }

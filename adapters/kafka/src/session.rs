@@ -125,6 +125,7 @@ impl Session {
             settings,
             status,
             news: tell.clone(),
+            words: Mutex::default(),
         };
         let of_thread = level.clone();
         thread::Builder::new()
@@ -286,11 +287,17 @@ struct Keeper {
     settings: Arc<Settings>,
     status: Arc<Status>,
     news: tokio_mpsc::UnboundedSender<News>,
+    /// What was said of the error that the poll at hand returns.
+    words: Mutex<String>,
 }
 
 impl Keeper {
     fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn words(&self) -> MutexGuard<'_, String> {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Partitions are ours from now on.
@@ -442,6 +449,7 @@ impl ClientContext for Keeper {
 
     fn error(&self, error: KafkaError, reason: &str) {
         tracing::debug!(group = %self.settings.group, %error, reason, "Kafka client");
+        *self.words() = self.settings.without_values(reason);
         if explain::all_away(&error) {
             self.status
                 .down(format!("no Kafka broker can be reached: {reason}"));
@@ -602,7 +610,7 @@ impl Poller {
                         break Ok(());
                     }
                 }
-                Some(Err(error)) => match explain::judge(&error) {
+                Some(Err(error)) => match explain::judge(&error, &self.keeper.words()) {
                     Judgement::Passing => tracing::debug!(%error, "Kafka client"),
                     Judgement::Trouble(problem) => self.keeper.status.down(problem),
                     Judgement::OutOfRange => {

@@ -51,15 +51,24 @@ fn assert_clean(what: &str, text: &str) {
     }
 }
 
+fn variable(name: &str) -> Option<String> {
+    let value = std::env::var(name).ok().filter(|value| !value.is_empty());
+    if value.is_none() {
+        let required = std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1");
+        assert!(!required, "{name} is not set");
+        println!("skipped: no {name}");
+    }
+    value
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_password_is_in_no_log_and_in_no_error() {
-    let brokers = std::env::var("ONLYONCE_KAFKA_BROKERS").unwrap_or_default();
-    if brokers.is_empty() {
-        let required = std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1");
-        assert!(!required, "ONLYONCE_KAFKA_BROKERS is not set");
-        println!("skipped: no ONLYONCE_KAFKA_BROKERS");
+    let (Some(brokers), Some(guarded)) = (
+        variable("ONLYONCE_KAFKA_BROKERS"),
+        variable("ONLYONCE_KAFKA_SASL_BROKERS"),
+    ) else {
         return;
-    }
+    };
     let log = Log::default();
     tracing_subscriber::fmt()
         .with_max_level(tracing::Level::TRACE)
@@ -95,8 +104,13 @@ async fn a_password_is_in_no_log_and_in_no_error() {
         .delete_topics(&[&topic], &AdminOptions::new())
         .await
         .unwrap();
-    // A broker that wants no login, one that does not answer, and none at all.
-    for address in [brokers.as_str(), "127.0.0.1:1", "no-such-host.invalid:9092"] {
+    // A broker that knows another password, one that wants no login, one that does not answer, and none at all.
+    for address in [
+        guarded.as_str(),
+        brokers.as_str(),
+        "127.0.0.1:1",
+        "no-such-host.invalid:9092",
+    ] {
         let builder = Kafka::group(address, "secrets")
             .topic("secrets")
             .start_at(StartAt::Earliest)
@@ -109,6 +123,8 @@ async fn a_password_is_in_no_log_and_in_no_error() {
         shown.push(format!("{builder:?} {builder:#?}"));
         let mut source = builder.build().unwrap();
         let error = source.start(&Plan::for_window("secrets", 4)).await.unwrap_err();
+        let answers = [&guarded, &brokers].contains(&&address.to_owned());
+        assert_eq!(error.is_fatal(), answers, "{address}: {error}");
         shown.push(format!("{error} {error:?}"));
         shown.push(format!("{source:?} {source:#?} {:?}", source.health()));
     }

@@ -28,13 +28,17 @@ pub(crate) const QUICK: [(&str, &str); 4] = [
 
 /// The brokers, or `None` and a line that says so.
 pub(crate) fn brokers() -> Option<String> {
-    match std::env::var("ONLYONCE_KAFKA_BROKERS") {
+    variable("ONLYONCE_KAFKA_BROKERS")
+}
+
+pub(crate) fn variable(name: &str) -> Option<String> {
+    match std::env::var(name) {
         Ok(value) if !value.is_empty() => Some(value),
         _ if std::env::var("ONLYONCE_REQUIRE_SERVICES").is_ok_and(|v| v == "1") => {
-            panic!("ONLYONCE_KAFKA_BROKERS is not set")
+            panic!("{name} is not set")
         }
         _ => {
-            println!("skipped: no ONLYONCE_KAFKA_BROKERS");
+            println!("skipped: no {name}");
             None
         }
     }
@@ -209,7 +213,12 @@ impl Topic {
     }
 
     pub(crate) fn source(&self) -> KafkaBuilder {
-        let builder = Kafka::group(&self.brokers, &self.group)
+        self.source_at(&self.brokers)
+    }
+
+    /// By another of the brokers' doors.
+    pub(crate) fn source_at(&self, brokers: &str) -> KafkaBuilder {
+        let builder = Kafka::group(brokers, &self.group)
             .topic(&self.name)
             .start_at(StartAt::Earliest);
         QUICK

@@ -8,5 +8,6 @@ mod conformance;
 mod failures;
 mod harness;
 mod limits;
+mod login;
 mod positions;
 mod rebalancing;
