@@ -18,7 +18,7 @@ use crate::explain::{self, Judgement};
 use crate::position;
 
 /// How long a question may take that holds up the polling.
-const GLANCE: Duration = Duration::from_secs(1);
+pub(crate) const GLANCE: Duration = Duration::from_secs(1);
 /// How long the first attempt of a question at the start may take; each further one takes twice as long.
 const FIRST_ATTEMPT: Duration = Duration::from_millis(500);
 /// How long a client is listened to for what it has to say of its troubles.

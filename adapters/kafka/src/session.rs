@@ -7,7 +7,7 @@
 //!
 //! When the thread ends, whatever it delivered and did not store comes again.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, TryRecvError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ use rdkafka::{Message, Offset, Statistics, TopicPartitionList};
 use tokio::sync::{mpsc as tokio_mpsc, oneshot};
 
 use crate::buffer::Record;
-use crate::check;
+use crate::check::{self, GLANCE};
 use crate::config::Settings;
 use crate::explain::{self, Judgement};
 use crate::identity::{raw_event, weight};
@@ -37,6 +37,9 @@ use crate::status::Status;
 const BUSY_POLL: Duration = Duration::from_millis(10);
 /// How long it waits while nothing is out; a stop is heard this late.
 const IDLE_POLL: Duration = Duration::from_millis(50);
+/// How long it takes part in the group while everything is paused. Given no time it would take one event
+/// from a queue in which a rebalance may stand behind a thousand log lines.
+const SERVING: Duration = Duration::from_millis(1);
 /// So long a full buffer is only waited for. A pause throws away what the client has fetched ahead.
 const FULL_FOR: Duration = Duration::from_millis(200);
 /// How long a full buffer is left alone at a time. It holds several windows, so that no lane runs dry, and
@@ -49,6 +52,8 @@ const BATCH: usize = 256;
 /// A buffer of this many windows keeps the lanes busy between two polls.
 const WINDOWS: usize = 4;
 const LEAST_BUFFER: usize = 500;
+/// How often it is asked whether records wait, while none came after a client was rebuilt for that.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
 /// How often it is made sure that a topic of which nothing is assigned to us is still there.
 const TOPICS_EVERY: Duration = Duration::from_secs(5);
 
@@ -126,6 +131,7 @@ impl Session {
             status,
             news: tell.clone(),
             words: Mutex::default(),
+            fetched: Mutex::default(),
         };
         let of_thread = level.clone();
         thread::Builder::new()
@@ -289,6 +295,9 @@ struct Keeper {
     news: tokio_mpsc::UnboundedSender<News>,
     /// What was said of the error that the poll at hand returns.
     words: Mutex<String>,
+    /// The offset that is fetched next, by topic and partition, as of the last statistics. Marks of
+    /// transactions are passed over by it, which are never delivered.
+    fetched: Mutex<HashMap<String, HashMap<i32, i64>>>,
 }
 
 impl Keeper {
@@ -298,6 +307,10 @@ impl Keeper {
 
     fn words(&self) -> MutexGuard<'_, String> {
         self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fetched(&self) -> MutexGuard<'_, HashMap<String, HashMap<i32, i64>>> {
+        self.fetched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Partitions are ours from now on.
@@ -445,6 +458,15 @@ impl ClientContext for Keeper {
             });
         let backlog = lags.fold(None, |sum: Option<u64>, lag| Some(sum.unwrap_or(0) + lag));
         self.status.observed(broker_up, backlog);
+        *self.fetched() = statistics
+            .topics
+            .into_iter()
+            .map(|(name, topic)| {
+                let next = topic.partitions.into_iter();
+                let known = next.filter(|(_, partition)| partition.next_offset >= 0);
+                (name, known.map(|(number, p)| (number, p.next_offset)).collect())
+            })
+            .collect();
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
@@ -466,10 +488,29 @@ struct Poller {
     buffer_bytes: usize,
     /// Since when the buffer has been full.
     full_since: Option<Instant>,
-    last_record: Instant,
+    quiet: Quiet,
     last_topic: Option<Arc<str>>,
     topics_seen: Instant,
     stored: Instant,
+}
+
+/// How long nothing has come, and what is known of why.
+struct Quiet {
+    since: Instant,
+    looked: Instant,
+    /// When it was looked last, records waited. They may just have been published.
+    suspicious: bool,
+}
+
+impl Default for Quiet {
+    fn default() -> Self {
+        let now = Instant::now();
+        Self {
+            since: now,
+            looked: now,
+            suspicious: false,
+        }
+    }
 }
 
 /// What one turn of the loop is to do.
@@ -488,7 +529,7 @@ impl Poller {
             buffer_records: plan.window.saturating_mul(WINDOWS).max(LEAST_BUFFER),
             buffer_bytes: plan.window_bytes.max(1),
             full_since: None,
-            last_record: Instant::now(),
+            quiet: Quiet::default(),
             last_topic: None,
             topics_seen: Instant::now(),
             stored: Instant::now(),
@@ -543,13 +584,13 @@ impl Poller {
             desk.paused = false;
             let all = every(desk, |partition| !desk.capped.contains(partition));
             note(self.consumer.resume(&all), "resume");
-            self.last_record = Instant::now();
+            self.quiet = Quiet::default();
         }
         match (desk.paused, full) {
             // Paused partitions bring nothing, so this serves the group and waits for orders in between.
             (true, _) => {
                 desk.wait(BUSY_POLL);
-                Turn::Poll(Duration::ZERO)
+                Turn::Poll(SERVING)
             }
             (false, true) => Turn::Wait,
             (false, false) if self.busy(desk) => Turn::Poll(BUSY_POLL),
@@ -627,8 +668,8 @@ impl Poller {
             time = Duration::ZERO;
         };
         if !records.is_empty() {
-            self.last_record = Instant::now();
-            self.keeper.status.received();
+            self.quiet = Quiet::default();
+            self.keeper.status.flows();
             self.level.add(records.len(), bytes);
             // It fails if the source is gone, and then so is this session at its next turn.
             let _ = self.keeper.news.send(News::Records(records));
@@ -694,31 +735,82 @@ impl Poller {
 
     /// Records wait and none comes, although nothing holds them up: the client is rebuilt, once.
     fn look_for_stalls(&mut self) -> Result<(), SourceError> {
-        let keeper = &self.keeper;
-        let since = self.last_record.elapsed();
-        if since < keeper.settings.stall_after {
-            return Ok(());
-        }
-        let holding = {
-            let desk = keeper.desk();
-            desk.paused || !desk.capped.is_empty() || desk.ledger.assigned().next().is_none()
+        let (status, limit) = (&self.keeper.status, self.keeper.settings.stall_after);
+        let pause = if status.is_rebuilt() {
+            LOOK_AGAIN
+        } else {
+            limit / 2
         };
-        let backlog = keeper.status.health().backlog.unwrap_or_default();
-        self.last_record = Instant::now();
-        if holding || backlog == 0 {
+        if self.quiet.looked.elapsed() < pause {
             return Ok(());
         }
+        self.quiet.looked = Instant::now();
+        let assigned = {
+            let desk = self.keeper.desk();
+            if desk.paused || !desk.capped.is_empty() {
+                self.quiet = Quiet::default();
+                return Ok(());
+            }
+            every(&desk, |_| true)
+        };
+        match self.waiting(assigned) {
+            // The brokers do not answer; that is told elsewhere.
+            None => Ok(()),
+            Some(0) => {
+                status.flows();
+                self.quiet = Quiet::default();
+                Ok(())
+            }
+            Some(waiting) => {
+                let suspicious = std::mem::replace(&mut self.quiet.suspicious, true);
+                if suspicious && self.quiet.since.elapsed() >= limit {
+                    self.stalled(waiting)
+                } else {
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    fn stalled(&self, waiting: u64) -> Result<(), SourceError> {
+        let keeper = &self.keeper;
         let problem = format!(
-            "nothing was received for {} s although {backlog} records wait",
-            since.as_secs()
+            "nothing was received for {} s although {waiting} records wait",
+            self.quiet.since.elapsed().as_secs()
         );
         if keeper.status.stalled(problem.clone()) {
-            tracing::warn!(group = %keeper.settings.group, backlog, "no record comes although some wait; rebuilding the Kafka client");
+            tracing::warn!(group = %keeper.settings.group, waiting, "no record comes although some wait; rebuilding the Kafka client");
             return Err(SourceError::broken(format_args!(
                 "{problem}; the client is rebuilt"
             )));
         }
         Ok(())
+    }
+
+    /// How many records of these partitions wait, as the brokers tell. What the client knows by itself
+    /// it knows by fetching, which is what may not work.
+    fn waiting(&self, mut partitions: TopicPartitionList) -> Option<u64> {
+        if partitions.count() == 0 {
+            return Some(0);
+        }
+        partitions.set_all_offsets(Offset::End).ok()?;
+        let ends = self.consumer.offsets_for_times(partitions, GLANCE).ok()?;
+        let fetched = self.keeper.fetched();
+        let mut waiting = Some(0);
+        for end in ends.elements() {
+            let next = fetched
+                .get(end.topic())
+                .and_then(|topic| topic.get(&end.partition()));
+            match (next, end.offset()) {
+                (Some(next), Offset::Offset(end)) if end > *next => {
+                    waiting = Some(waiting.unwrap_or(0) + (end - next) as u64);
+                }
+                (Some(_), Offset::Offset(_)) => {}
+                // That nothing waits is said only of what is known of all.
+                _ => waiting = waiting.filter(|waiting| *waiting > 0),
+            }
+        }
+        waiting
     }
 }
 

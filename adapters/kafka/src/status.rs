@@ -39,12 +39,14 @@ impl Status {
     pub(crate) fn assigned(&self) {
         let mut known = self.lock();
         known.assigned = true;
-        known.health.connected = true;
-        known.health.problem = None;
+        known.health.connected = !known.rebuilt;
+        known.health.problem = known
+            .rebuilt
+            .then(|| "the client was rebuilt because nothing came, and nothing has come since".to_owned());
     }
 
-    /// A record has come: whatever was wrong is over.
-    pub(crate) fn received(&self) {
+    /// A record has come, or none waits: whatever was wrong is over.
+    pub(crate) fn flows(&self) {
         let mut known = self.lock();
         known.rebuilt = false;
         if known.assigned && known.health.problem.is_some() {
@@ -79,6 +81,11 @@ impl Status {
         first
     }
 
+    /// The client was rebuilt because nothing came, and nothing has come since.
+    pub(crate) fn is_rebuilt(&self) -> bool {
+        self.lock().rebuilt
+    }
+
     /// How often the client was rebuilt because nothing came.
     pub(crate) fn rebuilds(&self) -> u64 {
         self.lock().rebuilds
@@ -104,6 +111,7 @@ mod tests {
         assert!(status.stalled("1".to_owned()));
         status.joining();
         status.assigned();
+        assert!(!status.health().connected, "partitions alone are no cure");
         assert!(!status.stalled("2".to_owned()), "it was rebuilt already");
         status.observed(true, Some(7));
         assert_eq!(
@@ -111,7 +119,7 @@ mod tests {
             Some("2"),
             "a broker that is up is no cure"
         );
-        status.received();
+        status.flows();
         assert!(status.health().connected);
         assert!(status.stalled("3".to_owned()));
         assert_eq!(status.rebuilds(), 2);

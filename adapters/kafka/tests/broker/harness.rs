@@ -44,6 +44,14 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     }
 }
 
+/// For people who look into a failure: RUST_LOG=onlyonce_kafka=debug,librdkafka=debug
+pub(crate) fn show_logs() {
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .with_test_writer()
+        .try_init();
+}
+
 /// A topic that exists until this is dropped, and a producer to fill it.
 pub(crate) struct Topic {
     pub(crate) brokers: String,
@@ -73,11 +81,7 @@ impl Topic {
     }
 
     fn named(brokers: String, name: String) -> Self {
-        // For people who look into a failure: RUST_LOG=onlyonce_kafka=debug,librdkafka=debug
-        let _ = tracing_subscriber::fmt()
-            .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-            .with_test_writer()
-            .try_init();
+        show_logs();
         let mut config = ClientConfig::new();
         config.set("bootstrap.servers", &brokers);
         let admin: AdminClient<DefaultClientContext> = config.create().unwrap();
@@ -181,23 +185,7 @@ impl Topic {
 
     /// What the group has committed of a partition.
     pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
-        let (brokers, group, name) = (self.brokers.clone(), self.group.clone(), self.name.clone());
-        tokio::task::spawn_blocking(move || {
-            let client: BaseConsumer = ClientConfig::new()
-                .set("bootstrap.servers", &brokers)
-                .set("group.id", &group)
-                .create()
-                .unwrap();
-            let mut list = TopicPartitionList::new();
-            list.add_partition(&name, partition);
-            let committed = client.committed_offsets(list, SOON).unwrap();
-            committed.elements()[0]
-                .offset()
-                .to_raw()
-                .filter(|offset| *offset >= 0)
-        })
-        .await
-        .unwrap()
+        committed(&self.brokers, &self.group, &self.name, partition).await
     }
 
     pub(crate) async fn becomes_committed(&self, partition: i32, offset: i64) {
@@ -249,6 +237,27 @@ impl Drop for Topic {
 
 fn options() -> AdminOptions {
     AdminOptions::new().operation_timeout(Some(SOON))
+}
+
+/// What a group has committed of a partition.
+pub(crate) async fn committed(brokers: &str, group: &str, topic: &str, partition: i32) -> Option<i64> {
+    let (brokers, group, topic) = (brokers.to_owned(), group.to_owned(), topic.to_owned());
+    tokio::task::spawn_blocking(move || {
+        let client: BaseConsumer = ClientConfig::new()
+            .set("bootstrap.servers", &brokers)
+            .set("group.id", &group)
+            .create()
+            .unwrap();
+        let mut list = TopicPartitionList::new();
+        list.add_partition(&topic, partition);
+        let committed = client.committed_offsets(list, SOON).unwrap();
+        committed.elements()[0]
+            .offset()
+            .to_raw()
+            .filter(|offset| *offset >= 0)
+    })
+    .await
+    .unwrap()
 }
 
 /// A member of the group on a thread of its own, that reads nothing and commits nothing.

@@ -10,4 +10,5 @@ mod harness;
 mod limits;
 mod login;
 mod positions;
+mod protocol;
 mod rebalancing;
