@@ -66,6 +66,8 @@ pub trait Source: Send + 'static {
 pub struct Plan {
     /// The consumer's name.
     pub consumer: String,
+    /// How many deliveries, or batches of them, are worked on at once.
+    pub lanes: usize,
     /// The most deliveries that will be outstanding at once: a prefetch of this size keeps all lanes busy.
     pub window: usize,
     /// The most bytes of payloads, keys and headers that should be outstanding at once.
@@ -80,10 +82,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan with this window and no further demands, for tests of a source on its own.
+    /// A plan with this window, a lane for each delivery in it, and no further demands, for tests of a
+    /// source on its own.
     pub fn for_window(consumer: impl Into<String>, window: usize) -> Self {
         Self {
             consumer: consumer.into(),
+            lanes: window,
             window,
             window_bytes: 64 << 20,
             longest_unsettled: Duration::from_secs(60),
@@ -245,6 +249,9 @@ pub struct SourceHealth {
     pub problem: Option<String>,
     /// How many messages wait in the broker, if the source knows.
     pub backlog: Option<u64>,
+    /// How many parts of the source (partitions) stand still, as an event of theirs is unfinished and as
+    /// much as allowed was delivered behind it.
+    pub stuck: usize,
 }
 
 impl SourceHealth {
@@ -254,6 +261,7 @@ impl SourceHealth {
             connected: true,
             problem: None,
             backlog: None,
+            stuck: 0,
         }
     }
 
@@ -263,6 +271,7 @@ impl SourceHealth {
             connected: false,
             problem: Some(problem.into()),
             backlog: None,
+            stuck: 0,
         }
     }
 }

@@ -10,6 +10,7 @@
 //! | `onlyonce.payload.mismatches` | counter | consumer | a known identity with another payload |
 //! | `onlyonce.paused` | gauge | consumer | 1 while the database cannot be worked with |
 //! | `onlyonce.source.breaks` | counter | consumer, system | times the source broke and was rebuilt |
+//! | `onlyonce.source.stuck` | gauge | consumer, system | partitions that wait for an unfinished event |
 //! | `onlyonce.inbox.due` | gauge | consumer | held events that are due or running |
 //! | `onlyonce.inbox.dead` | gauge | consumer | held events that need a person |
 //! | `onlyonce.inbox.oldest_due.seconds` | gauge | consumer | how long the oldest due one has waited |
@@ -89,6 +90,10 @@ mod emit {
         counter!("onlyonce.source.breaks", CONSUMER => consumer.to_owned(), SYSTEM => system).increment(1);
     }
 
+    pub(crate) fn stuck(consumer: &str, system: &'static str, count: usize) {
+        gauge!("onlyonce.source.stuck", CONSUMER => consumer.to_owned(), SYSTEM => system).set(count as f64);
+    }
+
     pub(crate) fn received(consumer: &str, system: &'static str, count: usize) {
         counter!("messaging.client.consumed.messages", CONSUMER => consumer.to_owned(), SYSTEM => system)
             .increment(count as u64);
@@ -122,6 +127,7 @@ mod emit {
     pub(crate) fn payload_mismatch(_consumer: &str) {}
     pub(crate) fn paused(_consumer: &str, _paused: bool) {}
     pub(crate) fn source_broke(_consumer: &str, _system: &'static str) {}
+    pub(crate) fn stuck(_consumer: &str, _system: &'static str, _count: usize) {}
     pub(crate) fn received(_consumer: &str, _system: &'static str, _count: usize) {}
     pub(crate) fn transaction(_consumer: &str, _system: &'static str, _took: Duration) {}
     pub(crate) fn backlog(_consumer: &str, _backlog: &Backlog) {}

@@ -385,8 +385,9 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         };
         // Those after them come from `inbox`, each in a delivery of its own.
         let attempts = self.policy.attempts_in_place();
-        let plan = |window| Plan {
+        let plan = |lanes, window| Plan {
             consumer: self.name.clone(),
+            lanes,
             window,
             window_bytes: self.window_bytes,
             longest_unsettled: self.handler_timeout * attempts + self.policy.longest_in_place(),
@@ -396,7 +397,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         let shape = |lanes, window, stop_when_idle| Shape {
             lanes,
             batch: self.batch,
-            plan: plan(window),
+            plan: plan(lanes, window),
             stop_when_idle,
         };
 

@@ -255,7 +255,9 @@ impl<'a, S: Inbox> Intake<'a, S> {
 
     /// Looks at what has no signal of its own.
     async fn look_around(&mut self) {
-        self.health.source(self.source.health());
+        let source = self.source.health();
+        telemetry::stuck(&self.shared.name, self.shared.system, source.stuck);
+        self.health.source(source);
         if self.shared.gate.overdue() && !self.given_back {
             self.given_back = true;
             let waiting = self.window().release_waiting();
