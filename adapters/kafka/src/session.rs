@@ -379,6 +379,7 @@ impl Keeper {
             desk.ledger.revoke(partition);
             desk.capped.remove(partition);
         }
+        self.status.stuck(desk.capped.len());
         let unassigned = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
             _ => consumer.unassign(),
@@ -627,6 +628,7 @@ impl Poller {
             desk.capped.remove(partition);
             tracing::info!(topic = %partition.topic, partition = partition.number, "partition resumed");
         }
+        self.keeper.status.stuck(desk.capped.len());
         if !desk.paused && !eased.is_empty() {
             note(self.consumer.resume(&list(&eased)), "resume");
         }
@@ -703,6 +705,7 @@ impl Poller {
         }
         note(self.consumer.pause(&list(&over)), "pause");
         desk.capped.extend(over);
+        self.keeper.status.stuck(desk.capped.len());
     }
 
     /// One of a pattern is not missed; a client that is made anew does not ask for it any more.

@@ -67,7 +67,15 @@ impl Status {
 
     /// Not receiving, for this reason.
     pub(crate) fn down(&self, problem: impl Into<String>) {
-        self.lock().health = SourceHealth::down(problem);
+        let mut known = self.lock();
+        let stuck = known.health.stuck;
+        known.health = SourceHealth::down(problem);
+        known.health.stuck = stuck;
+    }
+
+    /// So many partitions are paused because an event of theirs is unfinished.
+    pub(crate) fn stuck(&self, partitions: usize) {
+        self.lock().health.stuck = partitions;
     }
 
     /// Records wait and none comes. True once, for the client to be rebuilt; after that it is a problem

@@ -17,6 +17,7 @@ async fn an_event_that_hangs_lets_others_go_on_up_to_the_window() {
         ack(&mut source, taken).await;
     }
     nothing(&mut source, Duration::from_millis(500)).await;
+    assert_eq!(source.health().stuck, 1);
     // The other partition has a window of its own.
     topic.fill(1, 1, &[]).await;
     let other = some(&mut source, 1).await;
@@ -31,6 +32,7 @@ async fn an_event_that_hangs_lets_others_go_on_up_to_the_window() {
         ack(&mut source, taken).await;
     }
     assert_eq!(rest, (21..=60).map(|n| n.to_string()).collect::<Vec<_>>());
+    assert_eq!(source.health().stuck, 0);
     closes(source).await;
     assert_eq!(topic.committed(0).await, Some(60));
 }
