@@ -13,7 +13,7 @@ use rdkafka::error::KafkaError;
 use rdkafka::types::{RDKafkaErrorCode, RDKafkaRespErr};
 use rdkafka::{Offset, TopicPartitionList};
 
-use crate::config::{Settings, StartAt};
+use crate::config::{OrderingKey, Settings, StartAt};
 use crate::explain::{self, Judgement};
 use crate::position;
 
@@ -75,7 +75,7 @@ pub(crate) async fn at_start(settings: &Arc<Settings>, plan: &Plan) -> Result<()
     for topic in &topics {
         tracing::info!(topic = %topic.name, partitions = topic.partitions, retention = ?topic.retention, "the topic is there");
     }
-    let warnings = judge(&topics, plan);
+    let warnings = judge(settings, &topics, plan);
     if settings.strict_checks && !warnings.is_empty() {
         return Err(SourceError::fatal(warnings.join("; ")));
     }
@@ -277,8 +277,8 @@ fn unchecked(why: &str) {
 }
 
 /// What may not work, in words. Pure.
-fn judge(topics: &[Topic], plan: &Plan) -> Vec<String> {
-    let mut warnings = Vec::new();
+fn judge(settings: &Settings, topics: &[Topic], plan: &Plan) -> Vec<String> {
+    let mut warnings = Vec::from_iter(idle_lanes(settings, topics, plan));
     if let Some(window) = plan.dedup_window {
         for topic in topics {
             let name = &topic.name;
@@ -302,9 +302,34 @@ fn judge(topics: &[Topic], plan: &Plan) -> Vec<String> {
     warnings
 }
 
+/// Where a partition runs in order, no more lanes ever work than there are partitions. By keys it does
+/// not matter how many there are.
+fn idle_lanes(settings: &Settings, topics: &[Topic], plan: &Plan) -> Option<String> {
+    let partitions: usize = topics.iter().map(|topic| topic.partitions).sum();
+    // What a pattern finds is not known yet.
+    let all_known = settings.named_topics().count() == settings.topics.len();
+    let idle = settings.ordering_key == OrderingKey::Partition && all_known && plan.lanes > partitions;
+    idle.then(|| {
+        format!(
+            "there are {} lanes, but each partition runs in order and there are {partitions}: no more lanes than that ever \
+             work (fewer lanes, more partitions, or an ordering by keys)",
+            plan.lanes
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::KafkaBuilder;
+
+    fn settings(ordering: OrderingKey) -> Settings {
+        KafkaBuilder::new("b:1", "g")
+            .topic("orders")
+            .ordering_key(ordering)
+            .settings()
+            .unwrap()
+    }
 
     const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -325,14 +350,36 @@ mod tests {
 
     #[test]
     fn what_is_kept_longer_than_remembered_is_warned_about() {
+        let keys = settings(OrderingKey::RecordKey);
         let week = plan(Some(7 * DAY));
-        assert!(judge(&[topic(Some(7 * DAY), false)], &week).is_empty());
-        assert!(judge(&[topic(Some(8 * DAY), false)], &week)[0].contains("retention.ms"));
-        assert!(judge(&[topic(None, false)], &week)[0].contains("for ever"));
-        assert!(judge(&[topic(Some(DAY), true)], &week)[0].contains("compacted"));
+        assert!(judge(&keys, &[topic(Some(7 * DAY), false)], &week).is_empty());
+        assert!(judge(&keys, &[topic(Some(8 * DAY), false)], &week)[0].contains("retention.ms"));
+        assert!(judge(&keys, &[topic(None, false)], &week)[0].contains("for ever"));
+        assert!(judge(&keys, &[topic(Some(DAY), true)], &week)[0].contains("compacted"));
         assert!(
-            judge(&[topic(None, true)], &plan(None)).is_empty(),
+            judge(&keys, &[topic(None, true)], &plan(None)).is_empty(),
             "remembered for ever"
         );
+    }
+
+    #[test]
+    fn lanes_that_never_work_are_warned_about() {
+        let mut plan = plan(None);
+        let topics = [topic(None, false), topic(None, false)];
+        let judged = |ordering, lanes, plan: &mut Plan| {
+            plan.lanes = lanes;
+            judge(&settings(ordering), &topics, plan).join("; ")
+        };
+        assert_eq!(judged(OrderingKey::Partition, 6, &mut plan), "");
+        assert_eq!(judged(OrderingKey::RecordKey, 64, &mut plan), "");
+        let text = judged(OrderingKey::Partition, 7, &mut plan);
+        assert!(text.contains("7 lanes") && text.contains("there are 6"), "{text}");
+        let pattern = KafkaBuilder::new("b:1", "g")
+            .topic("orders")
+            .topic_pattern("orders-.*")
+            .ordering_key(OrderingKey::Partition)
+            .settings()
+            .unwrap();
+        assert!(judge(&pattern, &topics, &plan).is_empty(), "more may be found");
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use onlyonce::source::{Incoming, Plan, Source};
-use onlyonce_kafka::Kafka;
+use onlyonce_kafka::{Kafka, OrderingKey};
 
 use super::harness::{Topic, ack, bodies, brokers, closes, some, soon, start_fails, started, unique};
 
@@ -110,4 +110,21 @@ async fn what_is_kept_longer_than_remembered_is_refused_by_strict_checks() {
     let mut strict = topic.source().strict_checks().build().unwrap();
     soon(strict.start(&plan)).await.unwrap();
     closes(strict).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lanes_that_never_work_are_refused_by_strict_checks() {
+    let Some(topic) = Topic::of(2).await else { return };
+    let ordered = || {
+        topic
+            .source()
+            .ordering_key(OrderingKey::Partition)
+            .strict_checks()
+    };
+    let error = start_fails(ordered()).await;
+    assert!(
+        error.is_fatal() && error.to_string().contains("there are 4 lanes"),
+        "{error}"
+    );
+    closes(started(ordered(), 2).await).await;
 }
