@@ -188,6 +188,21 @@ impl Topic {
         committed(&self.brokers, &self.group, &self.name, partition).await
     }
 
+    /// What the coordinator says of the group: `PreparingRebalance` while it waits for members.
+    pub(crate) async fn group_state(&self) -> String {
+        let (brokers, group) = (self.brokers.clone(), self.group.clone());
+        tokio::task::spawn_blocking(move || {
+            let client: BaseConsumer = ClientConfig::new()
+                .set("bootstrap.servers", &brokers)
+                .create()
+                .unwrap();
+            let groups = client.fetch_group_list(Some(&group), SOON).unwrap();
+            groups.groups()[0].state().to_owned()
+        })
+        .await
+        .unwrap()
+    }
+
     pub(crate) async fn becomes_committed(&self, partition: i32, offset: i64) {
         let until = Instant::now() + SOON;
         loop {

@@ -33,7 +33,8 @@ async fn a_partition_waits_for_what_runs_before_it_leaves() {
         let unstarted: Vec<_> = taken.split_off(2).into_iter().map(|d| d.release(None)).collect();
         source.settle(unstarted).await.unwrap();
         for delivery in taken {
-            tokio::time::sleep(Duration::from_millis(150)).await;
+            // The rival has come, and the whole group waits for us.
+            assert_eq!(topic.group_state().await, "PreparingRebalance");
             assert_eq!(topic.committed(0).await.unwrap_or(0), 0);
             ack(&mut source, [delivery]).await;
         }
