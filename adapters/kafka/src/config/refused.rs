@@ -1,0 +1,75 @@
+//! Which of librdkafka's settings cannot be passed through, and why.
+
+/// Settings that would break a promise, or are said elsewhere, and why.
+pub(super) const REFUSED: [(&str, &str); 17] = [
+    ("bootstrap.servers", "is the first argument of `Kafka::group`"),
+    ("metadata.broker.list", "is the first argument of `Kafka::group`"),
+    ("group.id", "is the second argument of `Kafka::group`"),
+    ("group.instance.id", "is said by `static_member`"),
+    (
+        "auto.offset.reset",
+        "is said by `start_at` and `out_of_range`: it would jump over records in silence",
+    ),
+    (
+        "enable.auto.offset.store",
+        "would store offsets of events that are not done: they would be lost by a death",
+    ),
+    (
+        "enable.auto.commit",
+        "is what commits the stored offsets; without it everything comes again",
+    ),
+    (
+        "auto.commit.enable",
+        "is what commits the stored offsets; without it everything comes again",
+    ),
+    (
+        "offset.store.method",
+        "would keep offsets where other members do not find them",
+    ),
+    (
+        "offset.store.path",
+        "would keep offsets where other members do not find them",
+    ),
+    (
+        "enable.partition.eof",
+        "reports the end of a partition as an error, which nobody waits for",
+    ),
+    (
+        "group.protocol",
+        "is the classic one: the callbacks of the new one are not what this source relies on",
+    ),
+    (
+        "allow.auto.create.topics",
+        "would create a misspelt topic, and wait for its events for ever",
+    ),
+    (
+        "statistics.interval.ms",
+        "is what health and backlog are read from",
+    ),
+    (
+        "consume.callback.max.messages",
+        "concerns an interface that this source does not use",
+    ),
+    (
+        "topic.metadata.refresh.sparse",
+        "would hide new topics from a pattern",
+    ),
+    (
+        "plugin.library.paths",
+        "loads foreign code that may take part in everything",
+    ),
+];
+
+/// Adds a problem for each setting that is refused.
+pub(super) fn refuse(set: &[(String, String)], problems: &mut Vec<String>) {
+    for (name, value) in set {
+        if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| refused == name) {
+            problems.push(format!("{name} cannot be set: it {why}"));
+        }
+        if name == "isolation.level" && value != "read_committed" {
+            problems.push(format!(
+                "{name} can only be read_committed: events of aborted transactions would have effects"
+            ));
+        }
+    }
+}

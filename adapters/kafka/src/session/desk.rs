@@ -1,0 +1,114 @@
+//! What the polling and the callbacks that happen inside of it share.
+
+use std::collections::HashSet;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::Duration;
+
+use onlyonce::source::SourceError;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::{Offset, TopicPartitionList};
+
+use super::Order;
+use super::keeper::Keeper;
+use crate::settle::{Generation, Ledger, Partition};
+
+/// Nobody else has it, and it is never locked across a poll.
+pub(super) struct Desk {
+    pub(super) ledger: Ledger,
+    pub(super) orders: Receiver<Order>,
+    /// Assignments that end as soon as nothing of them runs.
+    pub(super) draining: HashSet<Generation>,
+    /// The source wants records.
+    pub(super) flows: bool,
+    /// Everything is paused: the source wants none, or its buffer is full.
+    pub(super) paused: bool,
+    /// Partitions that are paused because too much of them is unfinished.
+    pub(super) capped: HashSet<Partition>,
+    pub(super) finishing: bool,
+    /// The source is gone.
+    pub(super) orphaned: bool,
+    /// Found inside of a callback; ends the session.
+    pub(super) failure: Option<SourceError>,
+}
+
+impl Desk {
+    pub(super) fn new(orders: Receiver<Order>, flows: bool) -> Self {
+        Self {
+            ledger: Ledger::default(),
+            orders,
+            draining: HashSet::new(),
+            flows,
+            paused: !flows,
+            capped: HashSet::new(),
+            finishing: false,
+            orphaned: false,
+            failure: None,
+        }
+    }
+
+    pub(super) fn carry_out(&mut self, order: Order) {
+        match order {
+            Order::Done(tickets) => {
+                for ticket in tickets {
+                    // A void one is of an assignment that is over: its record comes again, elsewhere.
+                    self.ledger.finish(ticket);
+                }
+            }
+            Order::Drained(generation) => {
+                self.draining.remove(&generation);
+            }
+            Order::Flow(flows) => self.flows = flows,
+            Order::Finish => self.finishing = true,
+        }
+    }
+
+    pub(super) fn carry_out_all(&mut self) {
+        loop {
+            match self.orders.try_recv() {
+                Ok(order) => self.carry_out(order),
+                Err(TryRecvError::Empty) => return,
+                Err(TryRecvError::Disconnected) => {
+                    self.orphaned = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits for an order, and carries out all there are.
+    pub(super) fn wait(&mut self, time: Duration) {
+        match self.orders.recv_timeout(time) {
+            Ok(order) => {
+                self.carry_out(order);
+                self.carry_out_all();
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => self.orphaned = true,
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.finishing || self.orphaned
+    }
+
+    /// Tells librdkafka what may be committed; it does so once a second, and when a partition leaves.
+    pub(super) fn store(&mut self, consumer: &BaseConsumer<Keeper>) {
+        let advanced = self.ledger.advanced();
+        if advanced.is_empty() {
+            return;
+        }
+        let mut offsets = TopicPartitionList::with_capacity(advanced.len());
+        for (partition, done) in &advanced {
+            // The next one to read is what Kafka calls the offset of a group.
+            if let Err(error) =
+                offsets.add_partition_offset(&partition.topic, partition.number, Offset::Offset(done + 1))
+            {
+                tracing::debug!(topic = %partition.topic, partition = partition.number, %error, "an offset was not stored");
+            }
+        }
+        if let Err(error) = consumer.store_offsets(&offsets) {
+            // The partition has left under us: its records come again, to its new owner.
+            tracing::debug!(%error, "offsets were not stored");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The thread itself: polls, hands on what has come, stores what is done.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use onlyonce::source::{Plan, SourceError};
+use rdkafka::Message;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::message::BorrowedMessage;
+
+use super::flow::Turn;
+use super::keeper::Keeper;
+use super::partitions::commit;
+use super::watch::Quiet;
+use super::{Level, News};
+use crate::buffer::Record;
+use crate::explain::{self, Judgement};
+use crate::identity::{raw_event, weight};
+use crate::position;
+use crate::settle::{Generation, Partition, Ticket};
+
+/// How long a full buffer is left alone at a time. It holds several windows, so that no lane runs dry, and
+/// a thousand completions wake this thread a few times instead of a thousand times.
+const FULL_REST: Duration = Duration::from_millis(4);
+/// How often offsets are stored; they are committed once a second, and when a partition leaves.
+const STORE_EVERY: Duration = Duration::from_millis(20);
+/// The most records that are handed on at once.
+const BATCH: usize = 256;
+/// A buffer of this many windows keeps the lanes busy between two polls.
+const WINDOWS: usize = 4;
+const LEAST_BUFFER: usize = 500;
+
+pub(super) struct Poller {
+    pub(super) consumer: BaseConsumer<Keeper>,
+    pub(super) keeper: Arc<Keeper>,
+    pub(super) level: Arc<Level>,
+    pub(super) buffer_records: usize,
+    pub(super) buffer_bytes: usize,
+    /// Since when the buffer has been full.
+    pub(super) full_since: Option<Instant>,
+    pub(super) quiet: Quiet,
+    pub(super) last_topic: Option<Arc<str>>,
+    pub(super) topics_seen: Instant,
+    pub(super) stored: Instant,
+}
+impl Poller {
+    pub(super) fn new(consumer: BaseConsumer<Keeper>, level: Arc<Level>, plan: &Plan) -> Self {
+        Self {
+            keeper: consumer.context().clone(),
+            consumer,
+            level,
+            buffer_records: plan.window.saturating_mul(WINDOWS).max(LEAST_BUFFER),
+            buffer_bytes: plan.window_bytes.max(1),
+            full_since: None,
+            quiet: Quiet::default(),
+            last_topic: None,
+            topics_seen: Instant::now(),
+            stored: Instant::now(),
+        }
+    }
+
+    pub(super) fn run(&mut self) -> Result<(), SourceError> {
+        let keeper = self.keeper.clone();
+        loop {
+            let turn = {
+                let mut desk = keeper.desk();
+                desk.carry_out_all();
+                if self.stored.elapsed() >= STORE_EVERY || desk.is_over() {
+                    desk.store(&self.consumer);
+                    self.stored = Instant::now();
+                }
+                if let Some(failure) = desk.failure.take() {
+                    return Err(failure);
+                }
+                if desk.is_over() {
+                    // What was stored is committed before anybody is told that this is over.
+                    commit(&self.consumer);
+                    return Ok(());
+                }
+                self.balance(&mut desk)
+            };
+            match turn {
+                Turn::Wait => thread::sleep(FULL_REST),
+                Turn::Poll(time) => self.poll(time)?,
+            }
+            self.look_for_stalls()?;
+            self.look_for_topics()?;
+        }
+    }
+
+    /// Takes what has come, at most a batch, and hands it on.
+    pub(super) fn poll(&mut self, time: Duration) -> Result<(), SourceError> {
+        let mut records = Vec::new();
+        let (mut bytes, mut time) = (0, time);
+        let mut over: HashSet<Generation> = HashSet::new();
+        let ended = loop {
+            match self.consumer.poll(time) {
+                Some(Ok(message)) => {
+                    let Some((ticket, record)) = take(&self.keeper, &mut self.last_topic, &message) else {
+                        continue;
+                    };
+                    bytes += record.bytes;
+                    records.push((ticket, record));
+                    if self.is_over_window(&self.keeper.desk(), ticket.generation) {
+                        over.insert(ticket.generation);
+                        // One more would be one too many.
+                        break Ok(());
+                    }
+                }
+                Some(Err(error)) => match explain::judge(&error, &self.keeper.words()) {
+                    Judgement::Passing => tracing::debug!(%error, "Kafka client"),
+                    Judgement::Trouble(problem) => self.keeper.status.down(problem),
+                    Judgement::OutOfRange => {
+                        break Err(position::explain(&self.keeper.settings, &self.consumer));
+                    }
+                    Judgement::Missing => break Err(self.what_is_missing()),
+                    Judgement::Over(error) => break Err(error),
+                },
+                None => break Ok(()),
+            }
+            if records.len() >= BATCH || bytes >= self.buffer_bytes {
+                break Ok(());
+            }
+            time = Duration::ZERO;
+        };
+        if !records.is_empty() {
+            self.quiet = Quiet::default();
+            self.keeper.status.flows();
+            self.level.add(records.len(), bytes);
+            // It fails if the source is gone, and then so is this session at its next turn.
+            let _ = self.keeper.news.send(News::Records(records));
+            self.cap(&over);
+        }
+        ended
+    }
+}
+
+/// The event of a record, unless it is one that was handed on before.
+fn take(
+    keeper: &Keeper,
+    last_topic: &mut Option<Arc<str>>,
+    message: &BorrowedMessage<'_>,
+) -> Option<(Ticket, Box<Record>)> {
+    let topic = match last_topic {
+        Some(topic) if **topic == *message.topic() => topic.clone(),
+        _ => last_topic.insert(message.topic().into()).clone(),
+    };
+    let partition = Partition {
+        topic,
+        number: message.partition(),
+    };
+    let event = raw_event(message, &keeper.settings.cluster, &keeper.settings.ordering_key);
+    let bytes = weight(&event);
+    let ticket = keeper
+        .desk()
+        .ledger
+        .delivered(&partition, message.offset(), bytes)?;
+    let record = Record {
+        event,
+        bytes,
+        returns: 0,
+    };
+    Some((ticket, Box::new(record)))
+}
