@@ -1,8 +1,6 @@
 //! What is in hand: deliveries that wait for a lane, and those that a lane has.
 
-use std::collections::hash_map::DefaultHasher;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::hash::{Hash, Hasher};
 use std::sync::{Mutex, MutexGuard};
 
 use bytes::Bytes;
@@ -12,20 +10,25 @@ use crate::source::{Delivery, Receipt, Settle, Settlement};
 
 /// The deliveries in hand, bounded by count and by bytes, and which lane each belongs to.
 ///
-/// Unordered, there is one queue and any idle lane takes from it. Per key, each lane has its own and
-/// a key always goes to the same lane, so that its events run in their order.
+/// Unordered, there is one queue and any idle lane takes from it. Per key, each lane has its own, and
+/// a key stays with its lane for as long as an event of it is in hand, so that its events run in their
+/// order. A key of which nothing is in hand goes to the lane with the least to do: by a hash of the key
+/// one lane would have half as many keys again as the others, and the whole window would wait for it.
 pub(crate) struct Window {
     ordering: Ordering,
     queues: Vec<VecDeque<Delivery>>,
     idle: Vec<bool>,
     in_hand: HashMap<Receipt, InHand>,
+    /// The queue of each key that is in hand, and how many events of it are.
+    seats: HashMap<Bytes, (usize, usize)>,
+    /// How many deliveries of each queue are in hand, also those that run.
+    loads: Vec<usize>,
     bytes: usize,
     max_count: usize,
     max_bytes: usize,
     /// How large a delivery may be, from what came before: the largest, slowly forgotten.
     expected_bytes: usize,
     batch: usize,
-    next_lane: usize,
 }
 
 /// How large deliveries are taken to be before there were any: what most brokers allow by default.
@@ -39,6 +42,7 @@ pub(crate) fn locked(window: &Mutex<Window>) -> MutexGuard<'_, Window> {
 struct InHand {
     bytes: usize,
     key: Option<Bytes>,
+    queue: usize,
 }
 
 impl Window {
@@ -58,12 +62,13 @@ impl Window {
             queues: (0..queues).map(|_| VecDeque::new()).collect(),
             idle: vec![true; lanes],
             in_hand: HashMap::new(),
+            seats: HashMap::new(),
+            loads: vec![0; queues],
             bytes: 0,
             max_count,
             max_bytes,
             expected_bytes: LARGE,
             batch,
-            next_lane: 0,
         }
     }
 
@@ -87,8 +92,10 @@ impl Window {
             let key = delivery.event.key.clone();
             self.bytes += bytes;
             self.expected_bytes = bytes.max(self.expected_bytes - self.expected_bytes / 64).max(1);
-            let queue = self.queue_of(key.as_deref());
-            self.in_hand.insert(delivery.receipt, InHand { bytes, key });
+            let queue = self.seat(key.as_ref());
+            self.loads[queue] += 1;
+            self.in_hand
+                .insert(delivery.receipt, InHand { bytes, key, queue });
             self.queues[queue].push_back(delivery);
         }
     }
@@ -172,11 +179,9 @@ impl Window {
 
     /// Every receipt is void: the source broke.
     pub(crate) fn lose_all(&mut self) {
-        for queue in &mut self.queues {
-            for delivery in queue.drain(..) {
-                if let Some(gone) = self.in_hand.remove(&delivery.receipt) {
-                    self.bytes -= gone.bytes;
-                }
+        for index in 0..self.queues.len() {
+            for delivery in std::mem::take(&mut self.queues[index]) {
+                self.remove(delivery.receipt);
             }
         }
     }
@@ -204,24 +209,35 @@ impl Window {
     fn remove(&mut self, receipt: Receipt) -> Option<InHand> {
         let gone = self.in_hand.remove(&receipt)?;
         self.bytes -= gone.bytes;
+        self.loads[gone.queue] -= 1;
+        if let Some(key) = &gone.key
+            && let Some((_, count)) = self.seats.get_mut(key)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.seats.remove(key);
+            }
+        }
         Some(gone)
     }
 
-    /// Same key, same lane. An event without a key is ordered with nothing: it goes round.
-    fn queue_of(&mut self, key: Option<&[u8]>) -> usize {
-        let queues = self.queues.len();
-        match key {
-            Some(key) if queues > 1 => {
-                let mut hasher = DefaultHasher::new();
-                key.hash(&mut hasher);
-                (hasher.finish() % queues as u64) as usize
-            }
-            Some(_) => 0,
-            None => {
-                self.next_lane = (self.next_lane + 1) % queues;
-                self.next_lane
-            }
+    /// The queue of a key that is in hand, else the one with the least to do. An event without a key is
+    /// ordered with nothing.
+    fn seat(&mut self, key: Option<&Bytes>) -> usize {
+        if self.queues.len() == 1 {
+            return 0;
         }
+        if let Some((queue, count)) = key.and_then(|key| self.seats.get_mut(key)) {
+            *count += 1;
+            return *queue;
+        }
+        let least = (0..self.loads.len())
+            .min_by_key(|queue| self.loads[*queue])
+            .unwrap_or(0);
+        if let Some(key) = key {
+            self.seats.insert(key.clone(), (least, 1));
+        }
+        least
     }
 }
 
@@ -310,6 +326,35 @@ mod tests {
         let mut done = vec![next.remove(0).ack()];
         window.finish(lane, &mut done);
         assert_eq!(window.assign().map(|(l, w)| (l, w[0].receipt.0)), Some((lane, 3)));
+    }
+
+    #[test]
+    fn new_keys_go_where_least_is_to_do() {
+        let mut window = Window::new(Ordering::PerKey, 4, 1, 100, 1 << 20);
+        window.admit((0..5).map(|n| delivery(n, "hot")).collect());
+        window.admit(vec![
+            delivery(5, "a"),
+            delivery(6, "b"),
+            delivery(7, "c"),
+            delivery(8, "a"),
+            delivery(9, ""),
+            delivery(10, "d"),
+        ]);
+        let lengths: Vec<_> = window.queues.iter().map(VecDeque::len).collect();
+        assert_eq!(lengths, [5, 2, 2, 2], "nothing waits behind the hot key");
+        let (lane, mut work) = window.assign().unwrap();
+        assert_eq!((lane, work[0].receipt.0), (0, 0));
+        // What runs keeps its key where it is, also if all that waits is lost.
+        window.lose_all();
+        window.admit(vec![delivery(11, "x"), delivery(12, "hot")]);
+        assert_eq!(window.queues[0].front().map(|d| d.receipt.0), Some(12));
+        let mut done = vec![work.remove(0).ack()];
+        window.finish(lane, &mut done);
+        let mut work = window.take(0).unwrap();
+        let mut done = vec![work.remove(0).ack()];
+        window.finish(0, &mut done);
+        assert_eq!(window.seats.len(), 1, "only x is in hand");
+        assert_eq!(window.loads.iter().sum::<usize>(), 1);
     }
 
     #[test]
