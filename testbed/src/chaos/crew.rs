@@ -14,13 +14,14 @@ use anyhow::{Context as _, bail};
 use fastrand::Rng;
 use onlyonce::testing::CrashPoint;
 use tokio::process::{Child, Command};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::link::Link;
-use crate::options::Options;
-use crate::servers::Servers;
+use super::broker::Entrance;
+use super::link::Link;
+use super::options::Options;
 
 /// A worker that has not come to its crash point by then is killed where it is.
 const CRASH_PATIENCE: Duration = Duration::from_secs(15);
@@ -30,9 +31,10 @@ const WORK_PATIENCE: Duration = Duration::from_secs(6);
 const STOP_PATIENCE: Duration = Duration::from_secs(40);
 const SIGABRT: i32 = 6;
 
-pub(crate) struct Crew {
+pub(super) struct Crew {
     options: Arc<Options>,
-    pub(crate) places: Vec<Place>,
+    /// Those of the workers, and behind them that of the guests.
+    places: Vec<Place>,
     logs: PathBuf,
     state: Mutex<State>,
     most_memory: AtomicU64,
@@ -41,14 +43,16 @@ pub(crate) struct Crew {
 }
 
 /// Where one worker after the other lives.
-pub(crate) struct Place {
-    pub(crate) postgres: Link,
-    pub(crate) rabbitmq: Link,
-    pub(crate) pid: Mutex<Option<u32>>,
+pub(super) struct Place {
+    pub(super) postgres: Link,
+    pub(super) broker: Link,
+    pub(super) pid: Mutex<Option<u32>>,
     /// The connections to the database before this worker's first.
     connections_before: AtomicU64,
     /// Held while the process must not be killed.
-    pub(crate) hands_off: tokio::sync::Mutex<()>,
+    pub(super) hands_off: tokio::sync::Mutex<()>,
+    /// Asks the process to stop in good order, so that another takes its place.
+    relief: Notify,
 }
 
 #[derive(Default)]
@@ -58,6 +62,9 @@ struct State {
     /// Lives that are on their way to this crash point, and those that ended there.
     crashes: HashMap<CrashPoint, (usize, usize)>,
     last_lives: usize,
+    /// Ends in good order with a successor, and those of guests.
+    reliefs: usize,
+    visits: usize,
     problems: Vec<String>,
 }
 
@@ -70,14 +77,16 @@ enum Life {
         after: Duration,
     },
     CrashesAt(CrashPoint, u32),
-    /// It works until all is done.
+    /// It works until all is done, or until it is relieved.
     Last,
+    /// It is one more for a while.
+    Guest,
 }
 
 impl Place {
     /// Waits until the worker has begun to work: of its connections two are the framework's reserve.
     /// It may be that there is nothing to do for it.
-    pub(crate) async fn at_work(&self) {
+    pub(super) async fn at_work(&self) {
         let begun = async {
             while self.postgres.connections() < self.connections_before.load(Relaxed) + 4 {
                 sleep(Duration::from_millis(10)).await;
@@ -88,19 +97,25 @@ impl Place {
 }
 
 impl Crew {
-    pub(crate) async fn hire(options: Arc<Options>, servers: &Servers) -> anyhow::Result<Self> {
+    /// With a link to the database and one to the broker for each place.
+    pub(super) async fn hire(
+        options: Arc<Options>,
+        postgres: &str,
+        entrances: Vec<Entrance>,
+    ) -> anyhow::Result<Self> {
         let logs = std::env::var_os("CHAOS_LOGS")
             .map_or_else(std::env::temp_dir, PathBuf::from)
             .join(&options.name);
         std::fs::create_dir_all(&logs).with_context(|| format!("{}", logs.display()))?;
         let mut places = Vec::new();
-        for _ in 0..options.workers {
+        for entrance in entrances {
             places.push(Place {
-                postgres: Link::before(&servers.postgres).await?,
-                rabbitmq: Link::before(&servers.rabbitmq).await?,
+                postgres: Link::before(postgres, 0).await?,
+                broker: Link::before(&entrance.url, entrance.port).await?,
                 pid: Mutex::default(),
                 connections_before: AtomicU64::new(0),
                 hands_off: tokio::sync::Mutex::default(),
+                relief: Notify::new(),
             });
         }
         Ok(Self {
@@ -115,13 +130,39 @@ impl Crew {
     }
 
     /// All lives of all workers, until [`stop`](Self::stop).
-    pub(crate) async fn work(self: Arc<Self>) -> anyhow::Result<()> {
+    pub(super) async fn work(self: Arc<Self>) -> anyhow::Result<()> {
         let mut places = JoinSet::new();
-        for place in 0..self.places.len() {
+        for place in 0..self.options.workers {
             places.spawn(self.clone().live_on(place));
         }
         while let Some(ended) = places.join_next().await {
             ended??;
+        }
+        Ok(())
+    }
+
+    /// A worker stops in good order, and its successor begins. Only for last lives.
+    pub(super) async fn restart(&self, place: usize) -> anyhow::Result<()> {
+        let before = self.state().reliefs;
+        self.places[place].relief.notify_one();
+        while self.state().reliefs == before || !self.last_lives_begun() {
+            self.check()?;
+            sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// A guest joins, stays for so long, and leaves in good order.
+    pub(super) async fn visit(&self, stay: Duration) -> anyhow::Result<()> {
+        let place = self.options.workers;
+        let mut child = self.start(place, Life::Guest)?;
+        let _leash = child.stdin.take();
+        sleep(stay).await;
+        let status = self.ask_to_stop(place, &mut child).await?;
+        *lock(&self.places[place].pid) = None;
+        self.state().visits += 1;
+        if !status.is_some_and(|status| status.success()) && !self.killed.load(Relaxed) {
+            self.problem(format!("a guest ended with {status:?}"));
         }
         Ok(())
     }
@@ -182,16 +223,17 @@ impl Crew {
     fn start(&self, place: usize, life: Life) -> anyhow::Result<Child> {
         let Place {
             postgres,
-            rabbitmq,
+            broker,
             pid,
             ..
         } = &self.places[place];
         let mut command = Command::new(std::env::current_exe()?);
         command
             .arg("worker")
+            .args(&self.options.of_broker)
             .env("CHAOS_NAME", &self.options.name)
             .env("CHAOS_POSTGRES_URL", &postgres.url)
-            .env("CHAOS_RABBITMQ_URL", &rabbitmq.url)
+            .env("CHAOS_BROKER_URL", &broker.url)
             .env("RUST_BACKTRACE", "0") // panics on purpose are no news
             .env_remove("ONLYONCE_CRASH")
             .stdin(Stdio::piped()) // which it watches: it ends when we do
@@ -200,6 +242,9 @@ impl Crew {
             .kill_on_drop(true);
         if let Life::CrashesAt(point, nth) = life {
             command.env("ONLYONCE_CRASH", format!("{}:{nth}", point.as_str()));
+        }
+        if !matches!(life, Life::Guest) {
+            command.env("CHAOS_MEMBER", format!("worker-{place}"));
         }
         self.places[place]
             .connections_before
@@ -216,7 +261,13 @@ impl Crew {
 
     /// Waits for the end of this life, and brings it about where that is asked for.
     async fn live(&self, place: usize, life: Life, child: &mut Child) -> anyhow::Result<ExitStatus> {
-        let stop = matches!(life, Life::Last);
+        let last = matches!(life, Life::Last);
+        let stopped = async {
+            tokio::select! {
+                () = self.stopping.cancelled() => {}
+                () = self.places[place].relief.notified() => {}
+            }
+        };
         let kill = async {
             match life {
                 Life::KilledAfter { at_work, after } => {
@@ -226,23 +277,31 @@ impl Crew {
                     sleep(after).await;
                 }
                 Life::CrashesAt(..) => sleep(CRASH_PATIENCE).await,
-                Life::Last => std::future::pending().await,
+                Life::Last | Life::Guest => std::future::pending().await,
             }
         };
         tokio::select! {
             status = child.wait() => return Ok(status?),
             () = kill => {}
-            () = self.stopping.cancelled(), if stop => {
-                signal("TERM", child.id()).await?;
-                if let Ok(status) = timeout(STOP_PATIENCE, child.wait()).await {
-                    return Ok(status?);
+            () = stopped, if last => {
+                if let Some(status) = self.ask_to_stop(place, child).await? {
+                    return Ok(status);
                 }
-                self.problem(format!("worker {place} did not stop within {STOP_PATIENCE:?}"));
             }
         }
         let _hands = self.places[place].hands_off.lock().await;
         child.start_kill()?;
         Ok(child.wait().await?)
+    }
+
+    /// None if it does not stop within the time that it has for that; then it is killed, too.
+    async fn ask_to_stop(&self, place: usize, child: &mut Child) -> anyhow::Result<Option<ExitStatus>> {
+        signal("TERM", child.id()).await?;
+        if let Ok(status) = timeout(STOP_PATIENCE, child.wait()).await {
+            return Ok(Some(status?));
+        }
+        self.problem(format!("worker {place} did not stop within {STOP_PATIENCE:?}"));
+        Ok(None)
     }
 
     /// Counts how it ended. True if the place is given up.
@@ -258,7 +317,8 @@ impl Crew {
         }
         let killed = self.killed.load(Relaxed);
         match (life, status.signal()) {
-            (Life::Last, None) if status.success() => return true,
+            (Life::Last, None) if status.success() && self.stopping.is_cancelled() => return true,
+            (Life::Last, None) if status.success() => state.reliefs += 1,
             (Life::Last, _) if killed => return true,
             (Life::KilledAfter { .. } | Life::CrashesAt(..), Some(9)) => state.random_kills += 1,
             _ => state
@@ -271,12 +331,12 @@ impl Crew {
         killed
     }
 
-    pub(crate) fn stop(&self) {
+    pub(super) fn stop(&self) {
         self.stopping.cancel();
     }
 
     /// Ends all processes, whatever they are at.
-    pub(crate) fn kill_all(&self) {
+    pub(super) fn kill_all(&self) {
         self.killed.store(true, Relaxed);
         for place in &self.places {
             if let Some(pid) = *lock(&place.pid) {
@@ -288,18 +348,38 @@ impl Crew {
         }
     }
 
-    pub(crate) fn kills(&self) -> usize {
+    pub(super) fn kills(&self) -> usize {
         let state = self.state();
         state.random_kills + state.crashes.values().map(|(_, there)| there).sum::<usize>()
     }
 
+    /// Kills and orderly ends: how much of what is to be done has been done.
+    pub(super) fn ends(&self) -> usize {
+        let kills = self.kills();
+        let state = self.state();
+        kills + state.reliefs + state.visits
+    }
+
+    pub(super) fn reliefs(&self) -> usize {
+        self.state().reliefs
+    }
+
+    pub(super) fn visits(&self) -> usize {
+        self.state().visits
+    }
+
     /// No worker is going to be killed any more.
-    pub(crate) fn last_lives_begun(&self) -> bool {
-        self.state().last_lives == self.places.len()
+    pub(super) fn last_lives_begun(&self) -> bool {
+        self.state().last_lives == self.options.workers
+    }
+
+    /// The places of those that are to be disturbed.
+    pub(super) fn workers(&self) -> &[Place] {
+        &self.places[..self.options.workers]
     }
 
     /// Fails as soon as something happened that must not.
-    pub(crate) fn check(&self) -> anyhow::Result<()> {
+    pub(super) fn check(&self) -> anyhow::Result<()> {
         match self.state().problems.first() {
             None => Ok(()),
             Some(problem) => bail!("{problem}"),
@@ -311,7 +391,7 @@ impl Crew {
     }
 
     /// What a run must not show, even if the ledger is right.
-    pub(crate) fn problems(&self) -> Vec<String> {
+    pub(super) fn problems(&self) -> Vec<String> {
         let state = self.state();
         let mut problems = state.problems.clone();
         for point in CrashPoint::ALL {
@@ -322,12 +402,12 @@ impl Crew {
         problems
     }
 
-    pub(crate) fn logs(&self) -> &Path {
+    pub(super) fn logs(&self) -> &Path {
         &self.logs
     }
 
     /// Resident memory of each worker, as Linux tells it.
-    pub(crate) fn sample_memory(&self) {
+    pub(super) fn sample_memory(&self) {
         for place in &self.places {
             let Some(pid) = *lock(&place.pid) else { continue };
             let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else {
@@ -345,7 +425,7 @@ impl Crew {
         }
     }
 
-    pub(crate) fn table(&self) -> String {
+    pub(super) fn table(&self) -> String {
         let state = self.state();
         let mut table = format!(
             "  killed                           times\n  at random                        {:>5}\n",
@@ -368,7 +448,7 @@ impl Crew {
 }
 
 /// Sends a signal by name.
-pub(crate) async fn signal(name: &str, pid: Option<u32>) -> anyhow::Result<()> {
+pub(super) async fn signal(name: &str, pid: Option<u32>) -> anyhow::Result<()> {
     if let Some(pid) = pid {
         // It fails if the process has just ended, which is what was wanted or comes to the same.
         Command::new("kill")
@@ -380,6 +460,6 @@ pub(crate) async fn signal(name: &str, pid: Option<u32>) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }

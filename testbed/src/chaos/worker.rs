@@ -2,16 +2,16 @@
 
 use std::time::Duration;
 
-use anyhow::Context as _;
 use onlyonce::store::postgres::PostgresOptions;
 use onlyonce::testing::crash_from_env;
 use onlyonce::{Consumer, Context, Event, Handler, HandlerError, Json, RetryPolicy, async_trait};
-use onlyonce_rabbitmq::RabbitMq;
 use sqlx::{AssertSqlSafe, Postgres};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
-use crate::events::{self, How};
+use super::broker::{Broker, Seat};
+use super::events::{self, How};
+use super::variable;
 
 /// What a dead process had leased is free again after this.
 const LEASE: Duration = Duration::from_secs(2);
@@ -19,6 +19,7 @@ const LANES: usize = 4;
 
 struct Ledger {
     insert: String,
+    last: String,
 }
 
 #[async_trait]
@@ -32,10 +33,23 @@ impl Handler<Postgres> for Ledger {
     ) -> Result<(), HandlerError> {
         let attempt = cx.attempt();
         let Json(payload) = event.payload;
+        // The last of its key that has taken effect: it should be the one before this.
+        let before: Option<i64> = match &payload.key {
+            None => None,
+            Some(key) => Some(
+                sqlx::query_scalar(AssertSqlSafe(self.last.as_str()))
+                    .bind(key)
+                    .fetch_one(cx.tx())
+                    .await?,
+            ),
+        };
         sqlx::query(AssertSqlSafe(self.insert.as_str()))
             .bind(&event.identity.id)
             .bind(payload.amount)
             .bind(attempt as i32)
+            .bind(payload.key)
+            .bind(payload.place)
+            .bind(before)
             .execute(cx.tx())
             .await?;
         // Time for something to happen in the middle of it.
@@ -55,27 +69,31 @@ impl Handler<Postgres> for Ledger {
 }
 
 /// Runs until SIGTERM, or until it is killed, or until a crash point named by `ONLYONCE_CRASH`.
-pub(crate) async fn run() -> anyhow::Result<()> {
+pub(super) async fn run<B: Broker>(mut broker: B) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info")))
         .init();
-    let variable = |name: &str| std::env::var(name).with_context(|| format!("{name} is not set"));
-    let name = variable("CHAOS_NAME")?;
+    for argument in std::env::args().skip(2) {
+        anyhow::ensure!(broker.option(&argument), "{argument} is not known to the worker");
+    }
+    let seat = Seat {
+        name: variable("CHAOS_NAME")?,
+        url: variable("CHAOS_BROKER_URL")?,
+        member: variable("CHAOS_MEMBER").ok(),
+    };
+    let name = &seat.name;
     let store = PostgresOptions::new(variable("CHAOS_POSTGRES_URL")?)
-        .schema(&name)
+        .schema(name)
         .max_connections(LANES as u32 + 2 + 2)
         .acquire_timeout(Duration::from_secs(2))
         .connect()?;
-    let source = RabbitMq::queue(variable("CHAOS_RABBITMQ_URL")?, &name)
-        .heartbeat(Duration::from_secs(2))
-        .connect_timeout(Duration::from_secs(3))
-        .build()?;
     let consumer = Consumer::builder("chaos", store)
-        .source(source)
+        .source(broker.source(&seat)?)
         .handler(Ledger {
-            insert: format!("INSERT INTO {name}.ledger (event_id, amount, attempt) VALUES ($1, $2, $3)"),
+            insert: format!("INSERT INTO {name}.ledger VALUES ($1, $2, $3, $4, $5, $6)"),
+            last: format!("SELECT coalesce(max(place), 0) FROM {name}.ledger WHERE key = $1"),
         })
         .lanes(LANES)
         .held_lanes(2)
@@ -84,7 +102,7 @@ pub(crate) async fn run() -> anyhow::Result<()> {
         .statement_timeout(Duration::from_secs(2)) // and, with it, how long a silent server is waited for
         .retry(
             RetryPolicy::new()
-                .immediate(1)
+                .immediate(events::immediate(B::ORDERED))
                 .delays([100, 200, 400, 800, 1600, 3200].map(Duration::from_millis)),
         )
         .crash_when(crash_from_env())

@@ -21,9 +21,9 @@ struct State {
     forgotten: u64,
 }
 
-pub(crate) struct Link {
+pub(super) struct Link {
     /// The server's URL with this proxy's address in it.
-    pub(crate) url: String,
+    pub(super) url: String,
     state: watch::Sender<State>,
     next: Arc<AtomicU64>,
     traps: Arc<Traps>,
@@ -39,12 +39,13 @@ struct Traps {
 }
 
 impl Link {
-    pub(crate) async fn before(url: &str) -> anyhow::Result<Self> {
-        let (head, rest) = url.split_once('@').context("the URL has no user")?;
-        let (address, path) = rest.split_once('/').context("the URL has no path")?;
-        let address = address.to_owned();
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let url = format!("{head}@{}/{path}", listener.local_addr()?);
+    /// Before the server of this URL, at this port of 127.0.0.1 or, if it is 0, at any.
+    pub(super) async fn before(url: &str, port: u16) -> anyhow::Result<Self> {
+        let address = address_in(url).to_owned();
+        let listener = TcpListener::bind(("127.0.0.1", port))
+            .await
+            .with_context(|| format!("a link at port {port}"))?;
+        let url = url.replacen(&address, &listener.local_addr()?.to_string(), 1);
         let (state, states) = watch::channel(State::default());
         let (next, traps) = (Arc::<AtomicU64>::default(), Arc::<Traps>::default());
         let (numbers, set) = (next.clone(), traps.clone());
@@ -67,38 +68,38 @@ impl Link {
         })
     }
 
-    pub(crate) fn cut(&self) {
+    pub(super) fn cut(&self) {
         self.state.send_modify(|state| state.cut = true);
     }
 
-    pub(crate) fn freeze(&self) {
+    pub(super) fn freeze(&self) {
         self.state.send_modify(|state| state.frozen = true);
     }
 
-    pub(crate) fn mend(&self) {
+    pub(super) fn mend(&self) {
         self.state
             .send_modify(|state| (state.cut, state.frozen) = (false, false));
     }
 
     /// All connections that there are now are dead, and nobody is told.
-    pub(crate) fn forget(&self) {
+    pub(super) fn forget(&self) {
         let next = self.next.load(SeqCst);
         self.state.send_modify(|state| state.forgotten = next);
     }
 
     /// How many connections there have been.
-    pub(crate) fn connections(&self) -> u64 {
+    pub(super) fn connections(&self) -> u64 {
         self.next.load(SeqCst)
     }
 
     /// Cuts this many of the next commits, before or after the server has read them.
-    pub(crate) fn cut_commits(&self, before: usize, after: usize) {
+    pub(super) fn cut_commits(&self, before: usize, after: usize) {
         self.traps.before.store(before, SeqCst);
         self.traps.after.store(after, SeqCst);
     }
 
     /// How many commits were cut.
-    pub(crate) fn commits_cut(&self) -> usize {
+    pub(super) fn commits_cut(&self) -> usize {
         self.traps.sprung.load(SeqCst)
     }
 }
@@ -163,6 +164,13 @@ impl Wire {
     }
 }
 
+/// Host and port of a URL, or of what is nothing else.
+fn address_in(url: &str) -> &str {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let rest = rest.split_once('@').map_or(rest, |(_, rest)| rest);
+    rest.split_once('/').map_or(rest, |(address, _)| address)
+}
+
 /// The end of a handler's transaction, which goes in one message with its guard.
 fn is_commit(bytes: &[u8]) -> bool {
     const COMMIT: &[u8] = b"EXECUTE onlyonce_guard";
@@ -183,5 +191,22 @@ async fn connection(client: TcpStream, address: String, mut wire: Wire) {
         () = wire.clone().copy(from_client, to_server, true) => {}
         () = wire.copy(from_server, to_client, false) => {}
         _ = states.wait_for(|state| state.cut) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::address_in;
+
+    #[test]
+    fn an_address_is_found_in_every_kind_of_url() {
+        for url in [
+            "amqp://guest:guest@127.0.0.1:5672/%2f",
+            "http://127.0.0.1:5672",
+            "http://127.0.0.1:5672/000000000000/queue",
+            "127.0.0.1:5672",
+        ] {
+            assert_eq!(address_in(url), "127.0.0.1:5672", "{url}");
+        }
     }
 }

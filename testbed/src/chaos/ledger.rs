@@ -10,25 +10,27 @@ use sqlx::{AssertSqlSafe, Row as _};
 use onlyonce::store::Operations;
 use onlyonce::store::postgres::PostgresOptions;
 
-use crate::events::Event;
+use super::events::Event;
 
-pub(crate) struct Ledger {
+pub(super) struct Ledger {
     pool: PgPool,
     schema: String,
 }
 
 /// The end of a run in numbers.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Verdict {
-    pub(crate) sent: usize,
-    pub(crate) applied: usize,
-    pub(crate) lost: usize,
-    pub(crate) doubled: usize,
+pub(super) struct Verdict {
+    pub(super) sent: usize,
+    pub(super) applied: usize,
+    pub(super) lost: usize,
+    pub(super) doubled: usize,
+    /// Rows of events with a key that did not come right after the one before them.
+    pub(super) out_of_order: usize,
     /// Rows that no event stands behind, or with another amount than it was sent with.
-    pub(crate) wrong: usize,
-    pub(crate) dead: usize,
-    pub(crate) held: usize,
-    pub(crate) queued: u64,
+    pub(super) wrong: usize,
+    pub(super) dead: usize,
+    pub(super) held: usize,
+    pub(super) queued: u64,
     /// Rows whose event had failed before.
     retried: usize,
     hung: bool,
@@ -37,7 +39,7 @@ pub(crate) struct Verdict {
 }
 
 impl Ledger {
-    pub(crate) async fn create(url: &str, schema: &str) -> anyhow::Result<Self> {
+    pub(super) async fn create(url: &str, schema: &str) -> anyhow::Result<Self> {
         let store = PostgresOptions::new(url).schema(schema).connect()?;
         store.migrate().await?;
         let pool = PgPoolOptions::new()
@@ -46,7 +48,10 @@ impl Ledger {
             .connect(url)
             .await?;
         let table = format!(
-            "CREATE TABLE {schema}.ledger (event_id text NOT NULL, amount bigint NOT NULL, attempt int NOT NULL)"
+            "CREATE TABLE {schema}.ledger (
+                event_id text NOT NULL, amount bigint NOT NULL, attempt int NOT NULL,
+                key text, place bigint, before bigint);
+             CREATE INDEX ON {schema}.ledger (key, place) WHERE key IS NOT NULL"
         );
         sqlx::raw_sql(AssertSqlSafe(table)).execute(&pool).await?;
         Ok(Self {
@@ -55,13 +60,18 @@ impl Ledger {
         })
     }
 
-    pub(crate) async fn applied(&self) -> Result<usize, sqlx::Error> {
+    pub(super) async fn applied(&self) -> Result<usize, sqlx::Error> {
         self.count("SELECT count(DISTINCT event_id) FROM {s}.ledger")
             .await
     }
 
-    pub(crate) async fn held(&self) -> Result<usize, sqlx::Error> {
+    pub(super) async fn held(&self) -> Result<usize, sqlx::Error> {
         self.count("SELECT count(*) FROM {s}.inbox WHERE state IN ('ready', 'running')")
+            .await
+    }
+
+    pub(super) async fn dead(&self) -> Result<usize, sqlx::Error> {
+        self.count("SELECT count(*) FROM {s}.inbox WHERE state = 'dead'")
             .await
     }
 
@@ -71,7 +81,7 @@ impl Ledger {
         Ok(count as usize)
     }
 
-    pub(crate) async fn compare(&self, sent: &[Event], queued: u64) -> Result<Verdict, sqlx::Error> {
+    pub(super) async fn compare(&self, sent: &[Event], queued: u64) -> Result<Verdict, sqlx::Error> {
         let sql = AssertSqlSafe(format!(
             "SELECT event_id, amount, attempt FROM {}.ledger",
             self.schema
@@ -103,14 +113,15 @@ impl Ledger {
         }
         verdict.wrong += applied.len();
         verdict.held = self.held().await?;
-        verdict.dead = self
-            .count("SELECT count(*) FROM {s}.inbox WHERE state = 'dead'")
+        verdict.out_of_order = self
+            .count("SELECT count(*) FROM {s}.ledger WHERE before <> place - 1")
             .await?;
+        verdict.dead = self.dead().await?;
         Ok(verdict)
     }
 
     /// What is in `inbox`, for a person who wonders why a run did not end.
-    pub(crate) async fn held_rows(&self) -> Result<String, sqlx::Error> {
+    pub(super) async fn held_rows(&self) -> Result<String, sqlx::Error> {
         let sql = format!(
             "SELECT concat_ws(' ', event_id, state, reason, 'attempts', attempts, 'due', run_at - now(), \
                     'leased', leased_until - now(), failures)
@@ -123,7 +134,7 @@ impl Ledger {
         Ok(rows.join("\n"))
     }
 
-    pub(crate) async fn drop_schema(&self) -> Result<(), sqlx::Error> {
+    pub(super) async fn drop_schema(&self) -> Result<(), sqlx::Error> {
         let sql = format!("DROP SCHEMA {} CASCADE", self.schema);
         sqlx::raw_sql(AssertSqlSafe(sql)).execute(&self.pool).await?;
         Ok(())
@@ -132,20 +143,21 @@ impl Ledger {
 
 impl Verdict {
     /// Even if everything is right by now, it was not in time.
-    pub(crate) fn of_a_hung_run(self) -> Self {
+    pub(super) fn of_a_hung_run(self) -> Self {
         Self { hung: true, ..self }
     }
 
-    pub(crate) fn is_good(&self) -> bool {
+    pub(super) fn is_good(&self) -> bool {
         let bad = [
             self.lost,
             self.doubled,
+            self.out_of_order,
             self.wrong,
             self.dead,
             self.held,
             self.queued as usize,
         ];
-        !self.hung && bad == [0; 6] && self.applied == self.sent
+        !self.hung && bad == [0; 7] && self.applied == self.sent
     }
 }
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::sleep;
 
-use crate::crew::{Crew, Place, lock, signal};
-use crate::link::Link;
-use crate::options::Options;
-use crate::servers::Servers;
+use super::crew::{Crew, Place, lock, signal};
+use super::link::Link;
+use super::options::Options;
+use super::servers::Servers;
 
 #[derive(Debug, Clone, Copy)]
 enum Disruption {
@@ -63,9 +63,51 @@ const LINK_DOWN_MS: std::ops::Range<u64> = 200..6_000;
 /// Longer than the database lets a transaction stand idle: the handler's time and 5 s.
 const STUNNED: Duration = Duration::from_secs(9);
 const KILLS_POLL: Duration = Duration::from_millis(50);
+/// How long a guest stays, and how long a restarted worker is left alone.
+const VISIT: Duration = Duration::from_secs(2);
 
-/// All of them, in random order, spread over the kills.
-pub(crate) async fn all(options: Arc<Options>, servers: Arc<Servers>, crew: Arc<Crew>) -> anyhow::Result<()> {
+/// Everything that a run is to go through.
+pub(super) async fn all(options: Arc<Options>, servers: Arc<Servers>, crew: Arc<Crew>) -> anyhow::Result<()> {
+    let visits = visits(options.clone(), crew.clone());
+    let failures = async {
+        if !options.calm {
+            failures(&options, &servers, &crew).await?;
+        }
+        while !crew.last_lives_begun() {
+            sleep(KILLS_POLL).await;
+        }
+        rolling_restarts(&options, &crew).await?;
+        if !options.calm {
+            last_failures(&options, &servers, &crew).await;
+        }
+        Ok(())
+    };
+    tokio::try_join!(visits, failures)?;
+    Ok(())
+}
+
+/// One guest after another, beside all else.
+async fn visits(options: Arc<Options>, crew: Arc<Crew>) -> anyhow::Result<()> {
+    for _ in 0..options.joins {
+        crew.visit(VISIT).await?;
+    }
+    Ok(())
+}
+
+async fn rolling_restarts(options: &Options, crew: &Crew) -> anyhow::Result<()> {
+    for _ in 0..options.rolling {
+        for place in 0..options.workers {
+            // Before that it does not know what to do about a signal.
+            crew.workers()[place].at_work().await;
+            crew.restart(place).await?;
+            sleep(VISIT).await;
+        }
+    }
+    Ok(())
+}
+
+/// All kinds in random order, spread over the kills.
+async fn failures(options: &Options, servers: &Servers, crew: &Crew) -> anyhow::Result<()> {
     let mut random = Rng::with_seed(options.seed ^ 0xd15c);
     let kinds: &[_] = if options.short { &SHORT } else { &FULL };
     let mut plan: Vec<_> = kinds
@@ -78,37 +120,43 @@ pub(crate) async fn all(options: Arc<Options>, servers: Arc<Servers>, crew: Arc<
         while crew.kills() < due {
             sleep(KILLS_POLL).await;
         }
-        happen(*disruption, &mut random, &servers, &crew).await?;
-    }
-    // Now that no kill will repair it: a process that never finds out would hold what it has for ever.
-    while !crew.last_lives_begun() {
-        sleep(KILLS_POLL).await;
-    }
-    for place in &crew.places {
-        place.at_work().await;
-        place.postgres.forget();
-        place.rabbitmq.forget();
-        servers.note(format!("{ForgetDatabase:?}"));
-        servers.note(format!("{ForgetBroker:?}"));
-        sleep(Duration::from_millis(random.u64(..1000))).await;
+        happen(*disruption, &mut random, servers, crew).await?;
     }
     Ok(())
 }
 
+/// Now that no kill will repair it: a process that never finds out would hold what it has for ever.
+async fn last_failures(options: &Options, servers: &Servers, crew: &Crew) {
+    let mut random = Rng::with_seed(options.seed ^ 0x1a57);
+    for place in crew.workers() {
+        place.at_work().await;
+        place.postgres.forget();
+        place.broker.forget();
+        servers.note(format!("{ForgetDatabase:?}"));
+        servers.note(format!("{ForgetBroker:?}"));
+        sleep(Duration::from_millis(random.u64(..1000))).await;
+    }
+}
+
 async fn happen(what: Disruption, random: &mut Rng, servers: &Servers, crew: &Crew) -> anyhow::Result<()> {
-    let place = &crew.places[random.usize(..crew.places.len())];
+    let place = &crew.workers()[random.usize(..crew.workers().len())];
+    let what = match (what, servers.broker) {
+        (RestartBroker, None) => CutBroker,
+        (KillBroker, None) => FreezeBroker,
+        _ => what,
+    };
     match what {
-        RestartBroker => return servers.restart("restart", "rabbitmq").await,
-        KillBroker => return servers.restart("kill", "rabbitmq").await,
+        RestartBroker => return servers.restart_broker("restart").await,
+        KillBroker => return servers.restart_broker("kill").await,
         RestartDatabase => return servers.restart("restart", "postgres").await,
         KillDatabase => return servers.restart("kill", "postgres").await,
-        CutBroker => disturb(random, crew, |place| &place.rabbitmq, Link::cut).await,
+        CutBroker => disturb(random, crew, |place| &place.broker, Link::cut).await,
         CutDatabase => disturb(random, crew, |place| &place.postgres, Link::cut).await,
-        FreezeBroker => disturb(random, crew, |place| &place.rabbitmq, Link::freeze).await,
+        FreezeBroker => disturb(random, crew, |place| &place.broker, Link::freeze).await,
         FreezeDatabase => disturb(random, crew, |place| &place.postgres, Link::freeze).await,
         ForgetBroker => {
             let _hands = place.hands_off.lock().await;
-            place.rabbitmq.forget();
+            place.broker.forget();
             sleep(Duration::from_secs(8)).await;
         }
         ForgetDatabase => {
@@ -117,7 +165,7 @@ async fn happen(what: Disruption, random: &mut Rng, servers: &Servers, crew: &Cr
             sleep(Duration::from_secs(8)).await;
         }
         CutCommits => crew
-            .places
+            .workers()
             .iter()
             .for_each(|place| place.postgres.cut_commits(3, 3)),
         Stun => {
@@ -135,11 +183,11 @@ async fn happen(what: Disruption, random: &mut Rng, servers: &Servers, crew: &Cr
 
 /// One worker's link, or those of all, for a while.
 async fn disturb(random: &mut Rng, crew: &Crew, link: impl Fn(&Place) -> &Link, disturb: impl Fn(&Link)) {
-    let one = random.usize(..crew.places.len());
+    let one = random.usize(..crew.workers().len());
     let links: Vec<_> = if random.bool() {
-        crew.places.iter().map(&link).collect()
+        crew.workers().iter().map(&link).collect()
     } else {
-        vec![link(&crew.places[one])]
+        vec![link(&crew.workers()[one])]
     };
     links.iter().for_each(|link| disturb(link));
     sleep(Duration::from_millis(random.u64(LINK_DOWN_MS))).await;

@@ -1,15 +1,17 @@
 //! Chaos: worker processes, the broker, the database and the network between them fail over and over,
 //! and in the end the ledger holds each event once. `scripts/chaos` starts the servers and runs this.
 //!
-//! The program is its own worker: the runner starts copies of itself with the argument `worker`.
+//! An adapter's example `chaos` says what its broker is like ([`Broker`]) and calls [`run`]. The program is its own worker: the runner starts copies of itself with the argument `worker`.
 //! Each goes through a TCP proxy of the runner to either server, so that its link can be cut. Half of
 //! the kills come at random, half at a crash point of `src/consumer/process.rs`, all of which must be
 //! hit. One event in eight fails on its first attempts, and all succeed in the end: nothing may be
-//! dead, held, queued, lost or doubled when it is over.
+//! dead, held, queued, lost or doubled when it is over. Where the broker keeps the order of a key, the
+//! events of each key must have taken effect in it.
 //!
 //! The ledger has no unique index, so that an event applied twice would show.
 #![allow(clippy::print_stdout)]
 
+mod broker;
 mod crew;
 mod disruptions;
 mod events;
@@ -28,6 +30,9 @@ use anyhow::Context as _;
 use tokio::sync::watch;
 use tokio::time::sleep;
 
+pub use broker::{Broker, Entrance, Seat};
+pub use events::Event;
+
 use crew::Crew;
 use ledger::{Ledger, Verdict};
 use options::Options;
@@ -37,20 +42,25 @@ use servers::Servers;
 /// How often the state of things is looked at.
 const LOOK: Duration = Duration::from_millis(250);
 
-#[tokio::main]
-async fn main() -> anyhow::Result<ExitCode> {
+/// The whole program: a run, or with the argument `worker` one of its workers.
+pub async fn run<B: Broker>() -> anyhow::Result<ExitCode> {
+    let mut broker = B::from_env()?;
     if std::env::args().nth(1).as_deref() == Some("worker") {
-        return worker::run().await.map(|()| ExitCode::SUCCESS);
+        return worker::run(broker).await.map(|()| ExitCode::SUCCESS);
     }
-    let options = Options::from_args()?;
-    let servers = Servers::from_env()?;
-    let run = Run::prepare(options, servers).await?;
-    run.carry_out().await
+    let options = Options::from_args(&mut broker)?;
+    Run::prepare(options, broker).await?.carry_out().await
+}
+
+/// What `scripts/chaos` and [`Broker::from_env`] rely on.
+pub fn variable(name: &str) -> anyhow::Result<String> {
+    std::env::var(name).with_context(|| format!("{name} is not set (use scripts/chaos)"))
 }
 
 /// One run: everything that takes part in it.
-struct Run {
+struct Run<B> {
     options: Arc<Options>,
+    broker: Arc<B>,
     servers: Arc<Servers>,
     ledger: Ledger,
     crew: Arc<Crew>,
@@ -58,21 +68,36 @@ struct Run {
     started: Instant,
 }
 
-impl Run {
-    async fn prepare(options: Options, servers: Servers) -> anyhow::Result<Self> {
-        let (options, servers) = (Arc::new(options), Arc::new(servers));
+impl<B: Broker> Run<B> {
+    async fn prepare(options: Options, broker: B) -> anyhow::Result<Self> {
+        let (options, broker) = (Arc::new(options), Arc::new(broker));
+        let servers = Arc::new(Servers::with::<B>()?);
         let ledger = Ledger::create(&servers.postgres, &options.name).await?;
-        producer::declare(&servers.rabbitmq, &options).await?;
-        let crew = Arc::new(Crew::hire(options.clone(), &servers).await?);
+        broker.declare(&options.name).await.context("the broker")?;
+        let entrances: Vec<_> = (0..options.places())
+            .map(|place| broker.entrance(place))
+            .collect::<anyhow::Result<_>>()?;
+        let crew = Arc::new(Crew::hire(options.clone(), &servers.postgres, entrances).await?);
         println!(
-            "chaos: {} events, {} workers, {} kills, seed {}, queue and schema {}",
-            options.events, options.workers, options.kills, options.seed, options.name
+            "chaos: {}, {} events, {} workers, {} kills, {} joins, {} rolling restarts, seed {}, queue and schema {}",
+            B::SERVICE,
+            options.events,
+            options.workers,
+            options.kills,
+            options.joins,
+            options.rolling,
+            options.seed,
+            options.name
         );
+        if let Some(reason) = B::NEVER_RESTARTED {
+            println!("chaos: the broker is not restarted, its links fail instead: {reason}");
+        }
         println!("chaos: the workers write to {}", crew.logs().display());
         Ok(Self {
-            events: Arc::new(events::all(options.seed, options.events)),
+            events: Arc::new(events::all(options.seed, options.events, B::ORDERED)),
             started: Instant::now(),
             options,
+            broker,
             servers,
             ledger,
             crew,
@@ -99,8 +124,10 @@ impl Run {
                 self.verdict().await?.of_a_hung_run()
             }
         };
-        self.report(&verdict);
-        let good = verdict.is_good() && self.crew.problems().is_empty();
+        let mut problems = self.crew.problems();
+        problems.extend(self.broker.problems(&self.options.name).await);
+        self.report(&verdict, &problems);
+        let good = verdict.is_good() && problems.is_empty();
         if good {
             self.clean_up().await?;
         }
@@ -114,7 +141,7 @@ impl Run {
     async fn course(&self) -> anyhow::Result<Verdict> {
         let (release, released) = watch::channel(0);
         let producing = tokio::spawn(
-            Producer::new(&self.servers, &self.options).publish_all(self.events.clone(), released),
+            Producer::new(self.broker.clone(), &self.options).publish_all(self.events.clone(), released),
         );
         let crew = tokio::spawn(self.crew.clone().work());
         let mut disrupting = tokio::spawn(disruptions::all(
@@ -135,7 +162,7 @@ impl Run {
                 extra += 20;
                 last.1 = Instant::now();
             }
-            let due = self.events.len() * (self.crew.kills() + 2) / self.options.kills.max(1) + extra;
+            let due = self.events.len() * (self.crew.ends() + 2) / self.options.ends().max(1) + extra;
             // A tenth is kept for what is done when nobody is killed any more.
             let kept = if self.crew.last_lives_begun() {
                 0
@@ -162,25 +189,35 @@ impl Run {
             self.ledger.applied().await?
         );
         self.drained().await?;
+        let drained = self.started.elapsed();
         self.crew.stop();
         crew.await.context("the crew")??;
+        println!(
+            "chaos: drained after {} s, stopped after {} s",
+            drained.as_secs(),
+            self.started.elapsed().as_secs()
+        );
         self.verdict().await
     }
 
-    /// Waits until all that can be seen says that there is nothing left to do.
+    /// Waits until all that can be seen says that there is nothing left to do. What is dead by then is
+    /// a failure, but nothing to wait for.
     async fn drained(&self) -> anyhow::Result<()> {
         loop {
             self.crew.check()?;
             self.crew.sample_memory();
-            if let (Ok(applied), Ok(held)) = (self.ledger.applied().await, self.ledger.held().await) {
+            let ledger = &self.ledger;
+            if let (Ok(applied), Ok(held), Ok(dead)) =
+                (ledger.applied().await, ledger.held().await, ledger.dead().await)
+            {
                 self.progress(applied);
-                if applied >= self.options.events
+                if applied + dead >= self.options.events
                     && held == 0
                     && self
-                        .servers
-                        .queued(&self.options.name)
+                        .broker
+                        .left(&self.options.name)
                         .await
-                        .is_ok_and(|queued| queued == 0)
+                        .is_ok_and(|left| left == 0)
                 {
                     return Ok(());
                 }
@@ -190,7 +227,7 @@ impl Run {
     }
 
     async fn verdict(&self) -> anyhow::Result<Verdict> {
-        let queued = self.servers.queued(&self.options.name).await?;
+        let queued = self.broker.left(&self.options.name).await?;
         Ok(self.ledger.compare(&self.events, queued).await?)
     }
 
@@ -202,21 +239,26 @@ impl Run {
         }
     }
 
-    fn report(&self, verdict: &Verdict) {
+    fn report(&self, verdict: &Verdict, problems: &[String]) {
         println!("\n{}", self.crew.table());
         println!("{}", self.servers.table());
         println!("{verdict}");
-        for problem in self.crew.problems() {
+        for problem in problems {
             println!("chaos: PROBLEM: {problem}");
         }
         println!(
-            "chaos: kills {}, restarts {}, sent {}, applied {}, lost {}, doubled {}, dead {}, held {}, queue {}",
+            "chaos: {}: kills {}, restarts {}, joins {}, reliefs {}, sent {}, applied {}, lost {}, doubled {}, \
+             out of order {}, dead {}, held {}, queue {}",
+            B::SERVICE,
             self.crew.kills(),
             self.servers.restarts(),
+            self.crew.visits(),
+            self.crew.reliefs(),
             verdict.sent,
             verdict.applied,
             verdict.lost,
             verdict.doubled,
+            verdict.out_of_order,
             verdict.dead,
             verdict.held,
             verdict.queued
@@ -225,6 +267,6 @@ impl Run {
 
     async fn clean_up(&self) -> anyhow::Result<()> {
         self.ledger.drop_schema().await?;
-        producer::delete(&self.servers.rabbitmq, &self.options.name).await
+        self.broker.delete(&self.options.name).await
     }
 }
