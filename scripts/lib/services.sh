@@ -6,7 +6,8 @@
 # to NAME, and defines
 #
 #   svc_ports       prints "NAME DEFAULT" lines, one per port; the chosen number is in ports[NAME],
-#                   and ONLYONCE_<SERVICE>_<NAME>, in capitals, overrides it
+#                   and ONLYONCE_<SERVICE>_<NAME>, in capitals, overrides it. "NAME DEFAULT theirs": at
+#                   this one clients listen, as soon as they know it, so it stays as it was first chosen
 #   svc_find        finds the server's programs; fails when they are not installed
 #   svc_install     installs them, or dies saying what to install
 #   svc_prepare     creates data and configuration; called before every start, when ports are chosen
@@ -312,21 +313,23 @@ load_ports() {
 
 # All ports of a service that has been up before.
 known_ports() {
-    local name default
+    local name default whose
     load_ports || die "$service was never up; scripts/services up $service"
-    while read -r name default; do
+    # shellcheck disable=SC2034 # the third word
+    while read -r name default whose; do
         [[ ${ports[$name]:-} ]] ||
             die "$service was last started without its $name; scripts/services down $service, then up"
     done < <(svc_ports)
 }
 
 choose_ports() {
-    local name default variable asked number
+    local name default whose variable asked number
     load_ports || true
-    while read -r name default; do
+    while read -r name default whose; do
         variable=$(port_variable "$name")
         asked=${!variable:-}
         number=${asked:-${ports[$name]:-$default}}
+        if [[ $whose && ${ports[$name]:-} == "$number" ]]; then continue; fi
         if port_taken "$number"; then
             [[ -z $asked ]] || die "port $asked ($variable) is taken"
             say "$service: port $number is taken, choosing another"

@@ -4,19 +4,28 @@
 # without a login, with one (SASL PLAIN, user `onlyonce`, password `onlyonce`), and over TLS.
 #
 # The jars come through Maven once and are kept in the service's directory, beside the data.
+#
+# Clients follow the addresses that a broker advertises. For those that are to come through a proxy it
+# has further listeners, each of which advertises a port at which nobody listens: the proxy's.
 
 unset "${!KAFKA_@}" CLASSPATH JAVA_TOOL_OPTIONS # The caller's are about other programs.
 
 readonly kafka_version=${ONLYONCE_KAFKA_VERSION:-4.1.1} java_least=17
 readonly kafka_user=onlyonce kafka_password=onlyonce
+readonly kafka_links=4
 
 svc_ports() {
+    local link
     cat <<END
 port 19092
 controller_port 19093
 sasl_port 19094
 tls_port 19095
 END
+    for ((link = 1; link <= kafka_links; link++)); do
+        echo "listener_$link $((19100 + link))"
+        echo "link_$link $((19200 + link)) theirs"
+    done
 }
 
 svc_find() {
@@ -125,15 +134,21 @@ create_certificates() (
 # One partition of offsets is enough for tests, and starts in a tenth of the time that fifty need.
 # Without the delay a group's first member need not wait for others.
 write_settings() {
+    local link listeners='' advertised='' protocols=''
+    for ((link = 1; link <= kafka_links; link++)); do
+        listeners+=,LINK$link://127.0.0.1:${ports[listener_$link]}
+        advertised+=,LINK$link://127.0.0.1:${ports[link_$link]}
+        protocols+=,LINK$link:PLAINTEXT
+    done
     cat <<END
 # Written by scripts/services at every start.
 process.roles=broker,controller
 node.id=1
 controller.quorum.bootstrap.servers=127.0.0.1:${ports[controller_port]}
-listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://127.0.0.1:${ports[tls_port]}
-advertised.listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://localhost:${ports[tls_port]}
+listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://127.0.0.1:${ports[tls_port]}$listeners
+advertised.listeners=PLAINTEXT://127.0.0.1:${ports[port]},CONTROLLER://127.0.0.1:${ports[controller_port]},SASL://127.0.0.1:${ports[sasl_port]},TLS://localhost:${ports[tls_port]}$advertised
 controller.listener.names=CONTROLLER
-listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL:SASL_PLAINTEXT,TLS:SSL
+listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,SASL:SASL_PLAINTEXT,TLS:SSL$protocols
 listener.name.sasl.sasl.enabled.mechanisms=PLAIN
 listener.name.sasl.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required user_$kafka_user="$kafka_password";
 listener.name.tls.ssl.keystore.type=PEM
@@ -203,11 +218,16 @@ svc_ready() (
 svc_describe() { echo "Apache Kafka $kafka_version on 127.0.0.1:${ports[port]}"; }
 
 svc_env() {
+    local link links=''
+    for ((link = 1; link <= kafka_links; link++)); do
+        links+=,127.0.0.1:${ports[listener_$link]}=${ports[link_$link]}
+    done
     print_export ONLYONCE_KAFKA_BROKERS "127.0.0.1:${ports[port]}"
     print_export ONLYONCE_KAFKA_SASL_BROKERS "127.0.0.1:${ports[sasl_port]}"
     print_export ONLYONCE_KAFKA_SASL_LOGIN "$kafka_user:$kafka_password"
     print_export ONLYONCE_KAFKA_TLS_BROKERS "localhost:${ports[tls_port]}"
     print_export ONLYONCE_KAFKA_TLS_CA "$dir/tls/authority.pem"
+    print_export ONLYONCE_KAFKA_LINKS "${links#,}" # where a proxy's way ends, and the port it has to have
 }
 
 svc_logs() { printf '%s\n' "$dir/log/openssl.log" "$dir/log/format.log" "$dir/output.log"; }
