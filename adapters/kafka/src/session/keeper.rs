@@ -64,9 +64,12 @@ impl Keeper {
         };
         match (placed, assigned) {
             (Ok(begun), Ok(())) => {
+                // librdkafka keeps a pause beyond the assignment: a partition that left while it was
+                // paused would be silent for ever when it comes back.
                 if desk.paused {
-                    // A pause is forgotten with the assignment.
                     note(consumer.pause(partitions), "pause");
+                } else {
+                    note(consumer.resume(partitions), "resume");
                 }
                 if begun.count() > 0 {
                     // Where a new group begins is known from now on, also if it dies before its first event.

@@ -156,6 +156,50 @@ async fn a_partition_that_leaves_and_returns_keeps_flowing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_partition_that_left_while_all_was_paused_flows_when_it_returns() {
+    for strategy in [EAGER, COOPERATIVE] {
+        let Some(topic) = Topic::of(2).await else { return };
+        let mut source = member(&topic, strategy, Duration::from_millis(100)).await;
+        let mut done = HashSet::new();
+        for partition in [0, 1] {
+            topic.fill(partition, 1, &[]).await;
+        }
+        until_done(&mut source, &mut done, 2).await;
+        source.pause().await.unwrap();
+        let rival = topic.rival(strategy).await;
+        // The next one asks for records again, and what stayed flows.
+        for partition in [0, 1] {
+            topic.fill(partition, 5, &[]).await;
+        }
+        until_done(&mut source, &mut done, 7).await;
+        rival.leave().await;
+        until_done(&mut source, &mut done, 12).await;
+        closes(source).await;
+        for partition in [0, 1] {
+            assert_eq!(
+                topic.committed(partition).await,
+                Some(6),
+                "{strategy}, {partition}"
+            );
+        }
+    }
+}
+
+/// Takes and acks until so many different events are done, whatever leaves meanwhile.
+async fn until_done(source: &mut Kafka, done: &mut HashSet<String>, count: usize) {
+    while done.len() < count {
+        match soon(source.receive(1)).await.unwrap() {
+            Incoming::Deliveries(deliveries) => {
+                done.extend(deliveries.iter().map(|d| d.event.origin.detail.clone()));
+                ack(source, deliveries).await;
+            }
+            Incoming::Lost(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_static_member_comes_back_to_its_partitions() {
     let Some(topic) = Topic::of(1).await else { return };
     topic.fill(0, 2, &[]).await;
