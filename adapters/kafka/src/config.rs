@@ -198,8 +198,9 @@ impl KafkaBuilder {
 
     /// How long nothing may come while records wait before the source counts as stuck.
     ///
-    /// Default: 60 s. From 10 s to an hour. The client is rebuilt once then; if still nothing comes
-    /// the consumer is not ready, until something does.
+    /// Default: 60 s. From 10 s to an hour. The brokers are asked whether records wait after half of that
+    /// time, and again after all of it. Then the client is rebuilt, once, and the consumer is not ready
+    /// until something comes or nothing waits any more.
     pub fn stall_after(mut self, time: Duration) -> Self {
         self.stall_after = time;
         self

@@ -33,6 +33,13 @@
 //!   was handed out, commits, and leaves the group, so that others go on at once.
 //! - **Values of settings** appear in no log, no error and no `Debug`.
 //!
+//! # Login and encryption
+//!
+//! Both are settings of librdkafka, passed on by [`set`](KafkaBuilder::set): `security.protocol`, `sasl.mechanism`,
+//! `sasl.username`, `sasl.password`, `ssl.ca.location` and so on. SASL PLAIN is in every build; TLS and SCRAM want
+//! the feature `tls`. A login that is refused ends the consumer at its start, in the broker's words; one that
+//! broke off is tried again.
+//!
 //! # Order
 //!
 //! A partition is in order, and an event's ordering key is the record's key: events of one key run one

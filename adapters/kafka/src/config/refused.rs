@@ -1,7 +1,7 @@
 //! Which of librdkafka's settings cannot be passed through, and why.
 
 /// Settings that would break a promise, or are said elsewhere, and why.
-pub(super) const REFUSED: [(&str, &str); 17] = [
+pub(super) const REFUSED: [(&str, &str); 18] = [
     ("bootstrap.servers", "is the first argument of `Kafka::group`"),
     ("metadata.broker.list", "is the first argument of `Kafka::group`"),
     ("group.id", "is the second argument of `Kafka::group`"),
@@ -58,6 +58,10 @@ pub(super) const REFUSED: [(&str, &str); 17] = [
         "plugin.library.paths",
         "loads foreign code that may take part in everything",
     ),
+    (
+        "test.mock.num.brokers",
+        "replaces the brokers by a mock that forgets everything with the process",
+    ),
 ];
 
 /// Adds a problem for each setting that is refused.
@@ -66,10 +70,36 @@ pub(super) fn refuse(set: &[(String, String)], problems: &mut Vec<String>) {
         if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| refused == name) {
             problems.push(format!("{name} cannot be set: it {why}"));
         }
-        if name == "isolation.level" && value != "read_committed" {
-            problems.push(format!(
-                "{name} can only be read_committed: events of aborted transactions would have effects"
-            ));
+        if let Some(why) = refused_value(name, value) {
+            problems.push(format!("{name} {why}"));
         }
     }
+    if logs_in_by_tokens(set) {
+        problems.push(
+            "sasl.mechanism cannot be OAUTHBEARER without `sasl.oauthbearer.method=oidc`: this source has no tokens to give"
+                .to_owned(),
+        );
+    }
+}
+
+/// Why a setting that is passed through cannot have this value.
+fn refused_value(name: &str, value: &str) -> Option<&'static str> {
+    match name {
+        "isolation.level" if value != "read_committed" => {
+            Some("can only be read_committed: events of aborted transactions would have effects")
+        }
+        "auto.commit.interval.ms" if value.trim().parse() == Ok(0) => Some(
+            "cannot be 0: nothing would be committed before the partition leaves, and a death would repeat everything",
+        ),
+        _ => None,
+    }
+}
+
+/// librdkafka would ask the application for tokens, and wait for ever.
+fn logs_in_by_tokens(set: &[(String, String)]) -> bool {
+    let last = |names: [&str; 2]| set.iter().rfind(|(name, _)| names.contains(&name.as_str()));
+    let says = |names, what: &str| last(names).is_some_and(|(_, value)| value.eq_ignore_ascii_case(what));
+    says(["sasl.mechanism", "sasl.mechanisms"], "OAUTHBEARER")
+        && !says(["sasl.oauthbearer.method"; 2], "oidc")
+        && !says(["enable.sasl.oauthbearer.unsecure.jwt"; 2], "true")
 }

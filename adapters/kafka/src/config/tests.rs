@@ -13,6 +13,12 @@ fn problems(builder: KafkaBuilder) -> String {
     builder.settings().unwrap_err().to_string()
 }
 
+fn problems_or_none(builder: KafkaBuilder) -> String {
+    builder
+        .settings()
+        .map_or_else(|e| e.to_string(), |_| String::new())
+}
+
 #[test]
 fn every_problem_is_told_at_once() {
     let text = problems(
@@ -45,6 +51,17 @@ fn what_would_break_a_promise_is_refused_with_its_reason() {
         .set("isolation.level", "read_committed")
         .settings()
         .unwrap();
+}
+
+#[test]
+fn values_that_would_break_a_promise_are_refused() {
+    let text = problems(builder().set("auto.commit.interval.ms", "0"));
+    assert!(text.contains("nothing would be committed"), "{text}");
+    let tokens = || builder().set("sasl.mechanism", "OAUTHBEARER");
+    let text = problems(tokens());
+    assert!(text.contains("no tokens to give"), "{text}");
+    let oidc = problems_or_none(tokens().set("sasl.oauthbearer.method", "oidc"));
+    assert!(!oidc.contains("no tokens to give"), "{oidc}");
 }
 
 #[test]
