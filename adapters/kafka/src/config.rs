@@ -21,7 +21,10 @@ const PARTITION_BYTES: usize = 64 << 20;
 /// Kafka's limit for a topic's name.
 const LONGEST_NAME: usize = 249;
 const POLL_INTERVAL: &str = "max.poll.interval.ms";
-const POLL_INTERVAL_DEFAULT: Duration = Duration::from_secs(300);
+/// Shorter than librdkafka's five minutes. The thread that polls does nothing else, so that a handler has
+/// no need of them; but a member whose request to join is lost stays out for so long.
+const POLL_INTERVAL_DEFAULT: Duration = Duration::from_secs(60);
+const SESSION_TIMEOUT: &str = "session.timeout.ms";
 
 /// Where a partition begins for which the group has no offset: a new group, a new partition, or
 /// offsets that the broker forgot after the group was empty for a week.
@@ -281,7 +284,14 @@ impl KafkaBuilder {
         );
         bounded("stall_after", self.stall_after, STALL_BOUNDS, &mut problems);
         refuse(&self.set, &mut problems);
-        self.check_poll_interval(&mut problems);
+        let poll_interval = self.poll_interval();
+        // A drain that outlasts it would lose the partitions that it wants to leave in good order.
+        if self.drain_limit >= poll_interval {
+            problems.push(format!(
+                "drain_limit is {:?} and has to be less than {POLL_INTERVAL}, which is {poll_interval:?}",
+                self.drain_limit
+            ));
+        }
         if !problems.is_empty() {
             return Err(ConfigError(problems));
         }
@@ -296,6 +306,7 @@ impl KafkaBuilder {
             static_member: self.static_member,
             connect_timeout: self.connect_timeout,
             drain_limit: self.drain_limit,
+            poll_interval,
             stall_after: self.stall_after,
             partition_records: self.partition_records,
             partition_bytes: self.partition_bytes,
@@ -306,18 +317,14 @@ impl KafkaBuilder {
         Ok(settings)
     }
 
-    /// A drain that outlasts the poll interval would lose the partitions that it wants to leave in good order.
-    fn check_poll_interval(&self, problems: &mut Vec<String>) {
-        let given = self.set.iter().rfind(|(name, _)| name == POLL_INTERVAL);
-        let interval = given
-            .and_then(|(_, value)| value.parse().ok())
-            .map_or(POLL_INTERVAL_DEFAULT, Duration::from_millis);
-        if self.drain_limit >= interval {
-            problems.push(format!(
-                "drain_limit is {:?} and has to be less than {POLL_INTERVAL}, which is {interval:?}",
-                self.drain_limit
-            ));
-        }
+    /// What was set, else our default, which librdkafka wants to be no less than the session's timeout.
+    fn poll_interval(&self) -> Duration {
+        let set = |name: &str| {
+            let (_, value) = self.set.iter().rfind(|(set, _)| set == name)?;
+            value.parse().ok().map(Duration::from_millis)
+        };
+        set(POLL_INTERVAL)
+            .unwrap_or_else(|| POLL_INTERVAL_DEFAULT.max(set(SESSION_TIMEOUT).unwrap_or_default()))
     }
 }
 

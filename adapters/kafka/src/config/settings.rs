@@ -7,7 +7,7 @@ use onlyonce::source::Plan;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
-use super::{ConfigError, OrderingKey, OutOfRange, StartAt};
+use super::{ConfigError, OrderingKey, OutOfRange, POLL_INTERVAL, StartAt};
 
 /// How often the client tells how far it is behind.
 const STATISTICS: Duration = Duration::from_secs(5);
@@ -36,6 +36,7 @@ pub(crate) struct Settings {
     pub(crate) static_member: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) drain_limit: Duration,
+    pub(crate) poll_interval: Duration,
     pub(crate) stall_after: Duration,
     pub(crate) partition_records: usize,
     pub(crate) partition_bytes: usize,
@@ -89,6 +90,7 @@ impl Settings {
         }
         config
             .set("group.id", &self.group)
+            .set(POLL_INTERVAL, self.poll_interval.as_millis().to_string())
             .set("enable.auto.commit", "true")
             .set("enable.auto.offset.store", "false")
             .set("auto.offset.reset", "error")

@@ -76,6 +76,15 @@ fn a_drain_ends_before_the_poll_interval_does() {
 }
 
 #[test]
+fn a_lost_member_is_missed_after_a_minute_unless_told_otherwise() {
+    let interval = |builder: KafkaBuilder| builder.settings().unwrap().poll_interval.as_secs();
+    assert_eq!(interval(builder()), 60);
+    assert_eq!(interval(builder().set(POLL_INTERVAL, "300000")), 300);
+    // librdkafka wants it to be no less than the session's timeout.
+    assert_eq!(interval(builder().set(SESSION_TIMEOUT, "90000")), 90);
+}
+
+#[test]
 fn no_value_is_shown() {
     let secret = builder()
         .set("client.id", MARKER)
