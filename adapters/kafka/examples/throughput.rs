@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use onlyonce::{Bytes, Context, Event, Handler, HandlerError, async_trait};
 use onlyonce_kafka::{Kafka, StartAt};
@@ -223,9 +223,8 @@ async fn keys() -> Result<(), BoxError> {
         };
         let out_of_order = slow.out_of_order.clone();
         let topic = bench.prepare(events).await?;
-        let started = Instant::now();
         throughput::run_out(bench.consumer(&topic, lanes, 1)?.handler(slow), &done).await?;
-        let rate = events as f64 / (done.at()? - started).as_secs_f64();
+        let rate = done.rate()?;
         println!(
             "{lanes:>2} lanes {rate:>8.0}/s, {} out of order",
             out_of_order.load(Relaxed)

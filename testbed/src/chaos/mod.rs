@@ -1,7 +1,8 @@
 //! Chaos: worker processes, the broker, the database and the network between them fail over and over,
 //! and in the end the ledger holds each event once. `scripts/chaos` starts the servers and runs this.
 //!
-//! An adapter's example `chaos` says what its broker is like ([`Broker`]) and calls [`run`]. The program is its own worker: the runner starts copies of itself with the argument `worker`.
+//! An adapter's example `chaos` says what its broker is like ([`Broker`]) and calls [`run`]. The program is
+//! its own worker: the runner starts copies of itself with the argument `worker`.
 //! Each goes through a TCP proxy of the runner to either server, so that its link can be cut. Half of
 //! the kills come at random, half at a crash point of `src/consumer/process.rs`, all of which must be
 //! hit. One event in eight fails on its first attempts, and all succeed in the end: nothing may be
