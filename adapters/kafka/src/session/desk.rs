@@ -5,11 +5,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::Duration;
 
 use onlyonce::source::SourceError;
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::{Offset, TopicPartitionList};
 
 use super::Order;
-use super::keeper::Keeper;
 use crate::settle::{Generation, Ledger, Partition};
 
 /// Nobody else has it, and it is never locked across a poll.
@@ -91,8 +90,19 @@ impl Desk {
         self.finishing || self.orphaned
     }
 
+    /// What is assigned and meets the condition.
+    pub(super) fn assigned(&self, condition: impl Fn(&Partition) -> bool) -> TopicPartitionList {
+        let mut list = TopicPartitionList::new();
+        for (partition, _) in self.ledger.assigned() {
+            if condition(partition) {
+                list.add_partition(&partition.topic, partition.number);
+            }
+        }
+        list
+    }
+
     /// Tells librdkafka what may be committed; it does so once a second, and when a partition leaves.
-    pub(super) fn store(&mut self, consumer: &BaseConsumer<Keeper>) {
+    pub(super) fn store<C: ConsumerContext>(&mut self, consumer: &BaseConsumer<C>) {
         let advanced = self.ledger.advanced();
         if advanced.is_empty() {
             return;

@@ -2,14 +2,16 @@
 //! partition grows without bound.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdkafka::consumer::Consumer;
+use onlyonce::source::Plan;
+use rdkafka::consumer::{BaseConsumer, Consumer};
 
+use super::Level;
 use super::desk::Desk;
-use super::partitions::{every, list, note};
-use super::poller::Poller;
-use super::watch::Quiet;
+use super::keeper::Keeper;
+use super::partitions::{list, note};
 use crate::settle::{Generation, Partition};
 
 /// How long a poll waits while work is out, whose completions want to be stored.
@@ -29,9 +31,38 @@ pub(super) enum Turn {
     Wait,
 }
 
-impl Poller {
-    /// Pauses and resumes, so that neither the buffer nor what is unfinished of a partition grows without bound.
-    pub(super) fn balance(&mut self, desk: &mut Desk) -> Turn {
+/// A buffer of this many windows keeps the lanes busy between two polls.
+const WINDOWS: usize = 4;
+const LEAST_BUFFER: usize = 500;
+
+/// How much may be on its way to the lanes, and how much is.
+pub(super) struct Flow {
+    keeper: Arc<Keeper>,
+    level: Arc<Level>,
+    buffer_records: usize,
+    pub(super) buffer_bytes: usize,
+    /// Since when the buffer has been full.
+    full_since: Option<Instant>,
+}
+
+impl Flow {
+    pub(super) fn new(keeper: Arc<Keeper>, level: Arc<Level>, plan: &Plan) -> Self {
+        Self {
+            keeper,
+            level,
+            buffer_records: plan.window.saturating_mul(WINDOWS).max(LEAST_BUFFER),
+            buffer_bytes: plan.window_bytes.max(1),
+            full_since: None,
+        }
+    }
+
+    /// So much was handed on.
+    pub(super) fn add(&self, records: usize, bytes: usize) {
+        self.level.add(records, bytes);
+    }
+
+    /// Pauses and resumes what the buffer or the source asks for.
+    pub(super) fn balance(&mut self, consumer: &BaseConsumer<Keeper>, desk: &mut Desk) -> Turn {
         let full = self.level.reaches(self.buffer_records, self.buffer_bytes);
         let room = !self
             .level
@@ -40,16 +71,15 @@ impl Poller {
             self.full_since = None;
         }
         let full_for = full.then(|| self.full_since.get_or_insert_with(Instant::now).elapsed());
-        self.uncap(desk);
+        self.uncap(consumer, desk);
         if !desk.paused && (!desk.flows || full_for.is_some_and(|time| time >= FULL_FOR)) {
             desk.paused = true;
-            let all = every(desk, |_| true);
-            note(self.consumer.pause(&all), "pause");
+            let all = desk.assigned(|_| true);
+            note(consumer.pause(&all), "pause");
         } else if desk.paused && desk.flows && room {
             desk.paused = false;
-            let all = every(desk, |partition| !desk.capped.contains(partition));
-            note(self.consumer.resume(&all), "resume");
-            self.quiet = Quiet::default();
+            let all = desk.assigned(|partition| !desk.capped.contains(partition));
+            note(consumer.resume(&all), "resume");
         }
         match (desk.paused, full) {
             // Paused partitions bring nothing, so this serves the group and waits for orders in between.
@@ -58,19 +88,13 @@ impl Poller {
                 Turn::Poll(SERVING)
             }
             (false, true) => Turn::Wait,
-            (false, false) if self.busy(desk) => Turn::Poll(BUSY_POLL),
+            (false, false) if busy(desk) => Turn::Poll(BUSY_POLL),
             (false, false) => Turn::Poll(IDLE_POLL),
         }
     }
 
-    pub(super) fn busy(&self, desk: &Desk) -> bool {
-        desk.ledger
-            .assigned()
-            .any(|(_, generation)| desk.ledger.span(generation).records > 0)
-    }
-
     /// Resumes partitions of which enough is done again.
-    pub(super) fn uncap(&self, desk: &mut Desk) {
+    fn uncap(&self, consumer: &BaseConsumer<Keeper>, desk: &mut Desk) {
         if desk.capped.is_empty() {
             return;
         }
@@ -94,7 +118,7 @@ impl Poller {
         }
         self.keeper.status.stuck(desk.capped.len());
         if !desk.paused && !eased.is_empty() {
-            note(self.consumer.resume(&list(&eased)), "resume");
+            note(consumer.resume(&list(&eased)), "resume");
         }
     }
 
@@ -104,7 +128,7 @@ impl Poller {
     }
 
     /// Pauses partitions of which too much is unfinished.
-    pub(super) fn cap(&self, over: &HashSet<Generation>) {
+    pub(super) fn cap(&self, consumer: &BaseConsumer<Keeper>, over: &HashSet<Generation>) {
         let mut desk = self.keeper.desk();
         let over: Vec<Partition> = desk
             .ledger
@@ -121,8 +145,14 @@ impl Poller {
                 "partition paused: an event of it is unfinished, and as much as allowed was delivered behind it"
             );
         }
-        note(self.consumer.pause(&list(&over)), "pause");
+        note(consumer.pause(&list(&over)), "pause");
         desk.capped.extend(over);
         self.keeper.status.stuck(desk.capped.len());
     }
+}
+
+fn busy(desk: &Desk) -> bool {
+    desk.ledger
+        .assigned()
+        .any(|(_, generation)| desk.ledger.span(generation).records > 0)
 }

@@ -1,33 +1,21 @@
 //! Partitions as librdkafka wants them, and calls on them that may come too late.
 
 use rdkafka::TopicPartitionList;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaError, KafkaResult};
 use rdkafka::types::RDKafkaErrorCode;
 
-use super::desk::Desk;
-use super::keeper::Keeper;
 use crate::explain;
 use crate::settle::Partition;
 
 /// Commits what is stored of what is ours. Never a number of our own: a broker takes it from anybody,
 /// also for a partition that somebody else has by now.
-pub(super) fn commit(consumer: &BaseConsumer<Keeper>) {
+pub(super) fn commit<C: ConsumerContext>(consumer: &BaseConsumer<C>) {
     if let Err(error) = consumer.commit_consumer_state(CommitMode::Sync)
         && !explain::nothing_to_commit(&error)
     {
         tracing::warn!(%error, "the last offsets were not committed; what they cover comes again and is found to be done");
     }
-}
-
-pub(super) fn every(desk: &Desk, condition: impl Fn(&Partition) -> bool) -> TopicPartitionList {
-    let mut list = TopicPartitionList::new();
-    for (partition, _) in desk.ledger.assigned() {
-        if condition(partition) {
-            list.add_partition(&partition.topic, partition.number);
-        }
-    }
-    list
 }
 
 pub(super) fn list(partitions: &[Partition]) -> TopicPartitionList {

@@ -10,10 +10,10 @@ use rdkafka::Message;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::message::BorrowedMessage;
 
-use super::flow::Turn;
+use super::flow::{Flow, Turn};
 use super::keeper::Keeper;
 use super::partitions::commit;
-use super::watch::Quiet;
+use super::watch::Watch;
 use super::{Level, News};
 use crate::buffer::Record;
 use crate::explain::{self, Judgement};
@@ -28,35 +28,25 @@ const FULL_REST: Duration = Duration::from_millis(4);
 const STORE_EVERY: Duration = Duration::from_millis(20);
 /// The most records that are handed on at once.
 const BATCH: usize = 256;
-/// A buffer of this many windows keeps the lanes busy between two polls.
-const WINDOWS: usize = 4;
-const LEAST_BUFFER: usize = 500;
 
 pub(super) struct Poller {
-    pub(super) consumer: BaseConsumer<Keeper>,
-    pub(super) keeper: Arc<Keeper>,
-    pub(super) level: Arc<Level>,
-    pub(super) buffer_records: usize,
-    pub(super) buffer_bytes: usize,
-    /// Since when the buffer has been full.
-    pub(super) full_since: Option<Instant>,
-    pub(super) quiet: Quiet,
-    pub(super) last_topic: Option<Arc<str>>,
-    pub(super) topics_seen: Instant,
-    pub(super) stored: Instant,
+    consumer: BaseConsumer<Keeper>,
+    keeper: Arc<Keeper>,
+    flow: Flow,
+    watch: Watch,
+    last_topic: Option<Arc<str>>,
+    stored: Instant,
 }
+
 impl Poller {
     pub(super) fn new(consumer: BaseConsumer<Keeper>, level: Arc<Level>, plan: &Plan) -> Self {
+        let keeper = consumer.context().clone();
         Self {
-            keeper: consumer.context().clone(),
             consumer,
-            level,
-            buffer_records: plan.window.saturating_mul(WINDOWS).max(LEAST_BUFFER),
-            buffer_bytes: plan.window_bytes.max(1),
-            full_since: None,
-            quiet: Quiet::default(),
+            flow: Flow::new(keeper.clone(), level, plan),
+            watch: Watch::new(keeper.clone()),
+            keeper,
             last_topic: None,
-            topics_seen: Instant::now(),
             stored: Instant::now(),
         }
     }
@@ -79,19 +69,24 @@ impl Poller {
                     commit(&self.consumer);
                     return Ok(());
                 }
-                self.balance(&mut desk)
+                let was_paused = desk.paused;
+                let turn = self.flow.balance(&self.consumer, &mut desk);
+                if was_paused && !desk.paused {
+                    self.watch.reset();
+                }
+                turn
             };
             match turn {
                 Turn::Wait => thread::sleep(FULL_REST),
                 Turn::Poll(time) => self.poll(time)?,
             }
-            self.look_for_stalls()?;
-            self.look_for_topics()?;
+            self.watch.look_for_stalls(&self.consumer)?;
+            self.watch.look_for_topics(&self.consumer)?;
         }
     }
 
     /// Takes what has come, at most a batch, and hands it on.
-    pub(super) fn poll(&mut self, time: Duration) -> Result<(), SourceError> {
+    fn poll(&mut self, time: Duration) -> Result<(), SourceError> {
         let mut records = Vec::new();
         let (mut bytes, mut time) = (0, time);
         let mut over: HashSet<Generation> = HashSet::new();
@@ -103,7 +98,7 @@ impl Poller {
                     };
                     bytes += record.bytes;
                     records.push((ticket, record));
-                    if self.is_over_window(&self.keeper.desk(), ticket.generation) {
+                    if self.flow.is_over_window(&self.keeper.desk(), ticket.generation) {
                         over.insert(ticket.generation);
                         // One more would be one too many.
                         break Ok(());
@@ -115,23 +110,23 @@ impl Poller {
                     Judgement::OutOfRange => {
                         break Err(position::explain(&self.keeper.settings, &self.consumer));
                     }
-                    Judgement::Missing => break Err(self.what_is_missing()),
+                    Judgement::Missing => break Err(self.watch.what_is_missing(&self.consumer)),
                     Judgement::Over(error) => break Err(error),
                 },
                 None => break Ok(()),
             }
-            if records.len() >= BATCH || bytes >= self.buffer_bytes {
+            if records.len() >= BATCH || bytes >= self.flow.buffer_bytes {
                 break Ok(());
             }
             time = Duration::ZERO;
         };
         if !records.is_empty() {
-            self.quiet = Quiet::default();
+            self.watch.reset();
             self.keeper.status.flows();
-            self.level.add(records.len(), bytes);
+            self.flow.add(records.len(), bytes);
             // It fails if the source is gone, and then so is this session at its next turn.
             let _ = self.keeper.news.send(News::Records(records));
-            self.cap(&over);
+            self.flow.cap(&self.consumer, &over);
         }
         ended
     }
