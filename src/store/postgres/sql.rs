@@ -33,8 +33,9 @@ pub(super) struct Sql {
     pub seen: SqlStr,
 }
 
+/// The function behind the view `pg_stat_activity`, whose joins a new session would plan for milliseconds.
 const SESSION: &str = "
-SELECT pid, (EXTRACT(EPOCH FROM backend_start) * 1000000)::bigint FROM pg_stat_activity WHERE pid = pg_backend_pid()";
+SELECT pid, (EXTRACT(EPOCH FROM backend_start) * 1000000)::bigint FROM pg_stat_get_activity(pg_backend_pid())";
 
 /// `$1` pid, `$2` its beginning. Nothing happens to a session that has this pid and is not the one meant.
 const END_SESSION: &str = "
