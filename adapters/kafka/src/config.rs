@@ -190,10 +190,10 @@ impl KafkaBuilder {
 
     /// How long a partition that moves to another member waits for what runs here.
     ///
-    /// Default: 10 s. At most 10 minutes, and less than `max.poll.interval.ms`. While it waits the
-    /// whole group waits; what is not done by then is delivered again, to the other member, which
-    /// meets the claim. Raise it to the usual length of a handler; it costs only where handlers run
-    /// that long. 0 waits for nothing.
+    /// Default: 10 s. At most 10 minutes, and less than `max.poll.interval.ms` (60 s if not set, or the
+    /// session's timeout where that is longer). While it waits the whole group waits; what is not done
+    /// by then is delivered again, to the other member, which meets the claim. Raise it to the usual
+    /// length of a handler; it costs only where handlers run that long. 0 waits for nothing.
     pub fn drain_limit(mut self, limit: Duration) -> Self {
         self.drain_limit = limit;
         self
