@@ -16,6 +16,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::News;
 use super::desk::Desk;
 use super::partitions::{commit, listed, note};
+use crate::check::GLANCE;
 use crate::config::Settings;
 use crate::explain;
 use crate::position;
@@ -111,11 +112,11 @@ impl Keeper {
         if !lost {
             self.drain(&mut desk, &generations);
             desk.store(consumer);
+            self.yield_to_others(&desk, consumer, partitions);
             commit(consumer);
         }
         for partition in &leaving {
-            desk.ledger.revoke(partition);
-            desk.capped.remove(partition);
+            desk.forget(partition);
         }
         self.status.stuck(desk.capped.len());
         let unassigned = match consumer.rebalance_protocol() {
@@ -129,6 +130,23 @@ impl Keeper {
                 tracing::warn!(group = %self.settings.group, %partitions, "partitions lost before they could be left in good order; what ran comes again");
             } else {
                 tracing::info!(group = %self.settings.group, %partitions, "partitions revoked");
+            }
+        }
+    }
+
+    /// Never sets back what another member has committed.
+    ///
+    /// A member whose request to join was lost with its connection does not know that the group went on
+    /// without it, and librdkafka does not say that its partitions are lost: it joins again, is told to give
+    /// them up, and commits as a member in good standing what it had done, which by now may be less
+    /// than what their new owner did. librdkafka commits what is stored, also of its own accord when
+    /// partitions leave, so what is stored is raised to what is committed.
+    fn yield_to_others(&self, desk: &Desk, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+        match consumer.committed_offsets(partitions.clone(), GLANCE) {
+            Ok(committed) => desk.raise(consumer, &committed),
+            // Then the commit does not come through either, or sets back what comes again as duplicates.
+            Err(error) => {
+                tracing::debug!(group = %self.settings.group, %error, "the committed offsets were not told");
             }
         }
     }
