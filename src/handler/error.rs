@@ -124,6 +124,9 @@ fn code_fault(code: &str) -> Fault {
         "40001" | "40P01" | "55P03" => Fault::Contention,
         "5" | "6" | "261" | "517" => Fault::Contention,
         "57P01" | "57P02" | "57P03" | "53300" => Fault::Lost,
+        // The session idled until the server ended it. A handler that waits so long is known by the time it
+        // took; otherwise the process stood still before the handler began, a neighbour's blocked thread say.
+        "25P03" => Fault::Lost,
         // A full disk, no memory, a broken disk: rarely the event's fault, and where it is, from the third
         // time on it counts.
         "53100" | "53200" | "58030" | "13" => Fault::Lost,
@@ -196,10 +199,10 @@ mod tests {
         for contention in ["40001", "40P01", "55P03", "5", "517"] {
             assert_eq!(code_fault(contention), Fault::Contention, "{contention}");
         }
-        for lost in ["57P01", "08006", "53300", "53100", "58030", "13"] {
+        for lost in ["57P01", "25P03", "08006", "53300", "53100", "58030", "13"] {
             assert_eq!(code_fault(lost), Fault::Lost, "{lost}");
         }
-        for own in ["23505", "42P01", "57014", "25P03", "19", "2067", "8"] {
+        for own in ["23505", "42P01", "57014", "25P02", "19", "2067", "8"] {
             assert_eq!(code_fault(own), Fault::Own, "{own}");
         }
     }
