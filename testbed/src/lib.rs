@@ -1,5 +1,6 @@
-//! What the adapters' chaos and throughput examples share: everything but the broker.
+//! What the adapters' tests, chaos and throughput examples share: everything but the broker.
 
 #[cfg(feature = "chaos")]
 pub mod chaos;
+pub mod drive;
 pub mod throughput;

@@ -2,6 +2,7 @@
 //!
 //! Clients of Kafka go where the broker tells them to, so each link stands before a listener of its own
 //! that advertises the link's port. Meanwhile the group's committed offsets are watched: none may go back.
+#![allow(clippy::print_stdout)]
 
 mod offsets;
 

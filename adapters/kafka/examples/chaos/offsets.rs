@@ -53,13 +53,10 @@ impl Watch {
         match self.thread.join() {
             Ok(Seen { looks: 0, .. }) => vec!["the committed offsets were never seen".to_owned()],
             Ok(seen) => {
-                #[allow(clippy::print_stdout)]
-                {
-                    println!(
-                        "  committed in the end, of {} looks: {:?}\n",
-                        seen.looks, seen.last
-                    );
-                }
+                println!(
+                    "  committed in the end, of {} looks: {:?}\n",
+                    seen.looks, seen.last
+                );
                 seen.went_back
             }
             Err(_) => vec!["the watch over the committed offsets panicked".to_owned()],

@@ -1,12 +1,14 @@
 //! A topic and a group of its own per test, and what the broker says about them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use onlyonce::event::RawEvent;
-use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
+use onlyonce::source::{Plan, Source, SourceError};
 use onlyonce_kafka::{Kafka, KafkaBuilder, StartAt};
+pub(crate) use onlyonce_testbed::drive::{
+    SOON, ack, bodies, body, lost, nothing, receipts, some, soon, unique,
+};
 use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::FromClientConfigAndContext;
@@ -14,9 +16,6 @@ use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientConfig, ClientContext, Offset, TopicPartitionList};
-
-/// How long anything may take that is expected to happen.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// Quick to notice, for tests.
 pub(crate) const QUICK: [(&str, &str); 4] = [
@@ -340,77 +339,8 @@ pub(crate) async fn start_fails(builder: KafkaBuilder) -> SourceError {
     error
 }
 
-pub(crate) async fn soon<F: Future>(what: F) -> F::Output {
-    tokio::time::timeout(SOON, what).await.expect("it takes too long")
-}
-
-/// The next `count` deliveries.
-pub(crate) async fn some(source: &mut Kafka, count: usize) -> Vec<Delivery> {
-    let mut all = Vec::new();
-    while all.len() < count {
-        match soon(source.receive(count - all.len())).await.unwrap() {
-            Incoming::Deliveries(deliveries) => all.extend(deliveries),
-            other => panic!("{other:?} instead of deliveries"),
-        }
-    }
-    all
-}
-
-pub(crate) async fn lost(source: &mut Kafka) -> Vec<Receipt> {
-    match soon(source.receive(0)).await.unwrap() {
-        Incoming::Lost(mut receipts) => {
-            receipts.sort();
-            receipts
-        }
-        other => panic!("{other:?} instead of a loss"),
-    }
-}
-
 /// Stops in good order.
 pub(crate) async fn closes(mut source: Kafka) {
     source.stop().await.unwrap();
-    let incoming = soon(source.receive(0)).await.unwrap();
-    assert!(
-        matches!(incoming, Incoming::Closed),
-        "{incoming:?} instead of the end"
-    );
-}
-
-/// Nothing arrives for a while.
-pub(crate) async fn nothing(source: &mut Kafka, during: Duration) {
-    if let Ok(incoming) = tokio::time::timeout(during, source.receive(1)).await {
-        panic!("{incoming:?} instead of nothing");
-    }
-}
-
-pub(crate) async fn ack(source: &mut Kafka, deliveries: impl IntoIterator<Item = Delivery>) {
-    source
-        .settle(deliveries.into_iter().map(Delivery::ack).collect())
-        .await
-        .unwrap();
-}
-
-pub(crate) fn body(delivery: &Delivery) -> String {
-    String::from_utf8(delivery.event.payload.clone().unwrap().to_vec()).unwrap()
-}
-
-pub(crate) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
-    deliveries.iter().map(body).collect()
-}
-
-pub(crate) fn receipts(deliveries: &[Delivery]) -> Vec<Receipt> {
-    deliveries.iter().map(|d| d.receipt).collect()
-}
-
-pub(crate) fn unique(what: &str) -> String {
-    static COUNTER: AtomicU32 = AtomicU32::new(0);
-    let since = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap();
-    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
-    format!(
-        "onlyonce-test-{what}-{}-{}-{n}",
-        std::process::id(),
-        since.as_millis()
-    )
+    onlyonce_testbed::drive::closes(source).await;
 }

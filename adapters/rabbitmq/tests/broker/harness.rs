@@ -1,18 +1,17 @@
 //! A queue of its own per test, and what the broker says about it.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source, SourceError};
+use onlyonce::source::{Plan, Source, SourceError};
 use onlyonce_rabbitmq::{RabbitMq, RabbitMqBuilder};
+pub(crate) use onlyonce_testbed::drive::{
+    SOON, ack, bodies, body, closes, lost, nothing, one, receipts, release, some, soon, unique,
+};
 use tokio::sync::RwLock;
-
-/// How long anything may take that is expected to happen.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// Held for writing by the one test that changes a setting of the whole broker.
 pub(crate) static SETTINGS: RwLock<()> = RwLock::const_new(());
@@ -187,91 +186,6 @@ pub(crate) async fn start_fails(builder: RabbitMqBuilder) -> SourceError {
     assert!(!source.health().connected);
     assert_eq!(source.health().problem, Some(error.to_string()));
     error
-}
-
-pub(crate) async fn soon<F: Future>(what: F) -> F::Output {
-    tokio::time::timeout(SOON, what).await.expect("it takes too long")
-}
-
-/// The next delivery of one.
-pub(crate) async fn one(source: &mut RabbitMq) -> Delivery {
-    match soon(source.receive(1)).await.unwrap() {
-        Incoming::Deliveries(mut deliveries) => deliveries.remove(0),
-        other => panic!("{other:?} instead of a delivery"),
-    }
-}
-
-/// The next `count` deliveries.
-pub(crate) async fn some(source: &mut RabbitMq, count: usize) -> Vec<Delivery> {
-    let mut all = Vec::new();
-    while all.len() < count {
-        match soon(source.receive(count - all.len())).await.unwrap() {
-            Incoming::Deliveries(deliveries) => all.extend(deliveries),
-            other => panic!("{other:?} instead of deliveries"),
-        }
-    }
-    all
-}
-
-pub(crate) async fn lost(source: &mut RabbitMq) -> Vec<Receipt> {
-    match soon(source.receive(1)).await.unwrap() {
-        Incoming::Lost(mut receipts) => {
-            receipts.sort();
-            receipts
-        }
-        other => panic!("{other:?} instead of a loss"),
-    }
-}
-
-pub(crate) async fn closes(mut source: RabbitMq) {
-    let incoming = soon(source.receive(1)).await.unwrap();
-    assert!(
-        matches!(incoming, Incoming::Closed),
-        "{incoming:?} instead of the end"
-    );
-}
-
-/// Nothing arrives for a while.
-pub(crate) async fn nothing(source: &mut RabbitMq, during: Duration) {
-    if let Ok(incoming) = tokio::time::timeout(during, source.receive(1)).await {
-        panic!("{incoming:?} instead of nothing");
-    }
-}
-
-pub(crate) async fn ack(source: &mut RabbitMq, deliveries: impl IntoIterator<Item = Delivery>) {
-    source
-        .settle(deliveries.into_iter().map(Delivery::ack).collect())
-        .await
-        .unwrap();
-}
-
-pub(crate) async fn release(source: &mut RabbitMq, delivery: Delivery, after: Option<Duration>) {
-    source.settle(vec![delivery.release(after)]).await.unwrap();
-}
-
-pub(crate) fn body(delivery: &Delivery) -> String {
-    String::from_utf8(delivery.event.payload.clone().unwrap().to_vec()).unwrap()
-}
-
-pub(crate) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
-    deliveries.iter().map(body).collect()
-}
-
-pub(crate) fn receipts(deliveries: &[Delivery]) -> Vec<Receipt> {
-    deliveries.iter().map(|d| d.receipt).collect()
-}
-
-pub(crate) fn unique(what: &str) -> String {
-    static COUNTER: AtomicU32 = AtomicU32::new(0);
-    let since = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap();
-    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
-    format!(
-        "onlyonce-test-{what}-{}-{}-{n}",
-        std::process::id(),
-        since.as_millis()
-    )
 }
 
 /// Runs rabbitmqctl; `None` if there is none.

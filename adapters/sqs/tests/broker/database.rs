@@ -24,7 +24,7 @@ impl Database {
     /// `None` if there is no PostgreSQL to test against.
     pub(crate) async fn fresh() -> Option<Self> {
         let url = variable("ONLYONCE_POSTGRES_URL")?;
-        let schema = unique().replace('-', "_");
+        let schema = unique("test").replace('-', "_");
         let options = PostgresOptions::new(&url).schema(&schema);
         options.connect().unwrap().migrate().await.unwrap();
         let pool = PgPool::connect(&url).await.unwrap();

@@ -1,19 +1,19 @@
 //! A queue of its own per test, and what SQS says about it.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use aws_sdk_sqs::Client;
 use aws_sdk_sqs::primitives::Blob;
 use aws_sdk_sqs::types::{MessageAttributeValue, QueueAttributeName};
 use onlyonce::event::Headers;
-use onlyonce::source::{Delivery, Incoming, Plan, Receipt, Source};
+use onlyonce::source::{Plan, Source};
 use onlyonce_conformance::Depth;
 use onlyonce_sqs::{Connection, Sqs, SqsBuilder};
+pub(crate) use onlyonce_testbed::drive::{
+    SOON, ack, bodies, body, closes, lost, nothing, receipts, release, some, soon, unique,
+};
 
-/// How long anything may take that is expected to happen.
-pub(crate) const SOON: Duration = Duration::from_secs(20);
 /// What SQS says of a queue that does not exist, in the words of either of its protocols.
 pub(crate) const GONE: &str = "does not exist";
 /// Short, as tests wait for its end, and long enough for a busy machine to renew it.
@@ -64,7 +64,7 @@ impl Queue {
     pub(crate) async fn create(suffix: &str, attributes: &[(QueueAttributeName, String)]) -> Option<Self> {
         let endpoint = endpoint()?;
         let client = client(&endpoint);
-        let mut create = client.create_queue().queue_name(unique() + suffix);
+        let mut create = client.create_queue().queue_name(unique("test") + suffix);
         for (name, value) in attributes {
             create = create.attributes(name.clone(), value);
         }
@@ -112,8 +112,8 @@ impl Queue {
         }
         if self.is_fifo() {
             send = send
-                .message_group_id(group.map_or_else(unique, str::to_owned))
-                .message_deduplication_id(unique());
+                .message_group_id(group.map_or_else(|| unique("test"), str::to_owned))
+                .message_deduplication_id(unique("test"));
         }
         send.send().await.unwrap();
     }
@@ -198,78 +198,4 @@ pub(crate) async fn started(builder: SqsBuilder, window: usize) -> Sqs {
         .await
         .unwrap();
     source
-}
-
-pub(crate) async fn soon<F: Future>(what: F) -> F::Output {
-    tokio::time::timeout(SOON, what).await.expect("it takes too long")
-}
-
-/// The next `count` deliveries.
-pub(crate) async fn some(source: &mut Sqs, count: usize) -> Vec<Delivery> {
-    let mut all = Vec::new();
-    while all.len() < count {
-        match soon(source.receive(count - all.len())).await.unwrap() {
-            Incoming::Deliveries(deliveries) => all.extend(deliveries),
-            other => panic!("{other:?} instead of deliveries"),
-        }
-    }
-    all
-}
-
-pub(crate) async fn lost(source: &mut Sqs) -> Vec<Receipt> {
-    match soon(source.receive(0)).await.unwrap() {
-        Incoming::Lost(mut receipts) => {
-            receipts.sort();
-            receipts
-        }
-        other => panic!("{other:?} instead of a loss"),
-    }
-}
-
-pub(crate) async fn closes(mut source: Sqs) {
-    let incoming = soon(source.receive(0)).await.unwrap();
-    assert!(
-        matches!(incoming, Incoming::Closed),
-        "{incoming:?} instead of the end"
-    );
-}
-
-/// Nothing arrives for a while.
-pub(crate) async fn nothing(source: &mut Sqs, during: Duration) {
-    if let Ok(incoming) = tokio::time::timeout(during, source.receive(10)).await {
-        panic!("{incoming:?} instead of nothing");
-    }
-}
-
-pub(crate) async fn ack(source: &mut Sqs, deliveries: impl IntoIterator<Item = Delivery>) {
-    source
-        .settle(deliveries.into_iter().map(Delivery::ack).collect())
-        .await
-        .unwrap();
-}
-
-pub(crate) async fn release(source: &mut Sqs, delivery: Delivery, after: Option<Duration>) {
-    source.settle(vec![delivery.release(after)]).await.unwrap();
-}
-
-pub(crate) fn body(delivery: &Delivery) -> String {
-    let body = delivery.event.payload.clone().unwrap_or_default();
-    String::from_utf8(body.to_vec()).unwrap()
-}
-
-pub(crate) fn bodies(deliveries: &[Delivery]) -> Vec<String> {
-    deliveries.iter().map(body).collect()
-}
-
-pub(crate) fn receipts(deliveries: &[Delivery]) -> Vec<Receipt> {
-    deliveries.iter().map(|d| d.receipt).collect()
-}
-
-pub(crate) fn unique() -> String {
-    static COUNTER: AtomicU32 = AtomicU32::new(0);
-    let since = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap();
-    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
-    format!("onlyonce-test-{}-{}-{n}", std::process::id(), since.as_millis())
 }
