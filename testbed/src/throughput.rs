@@ -77,6 +77,11 @@ enum Variant {
         lanes: usize,
         batch: usize,
     },
+    /// As `ByHand`, but the effects of a batch go into the table by one statement.
+    ByHandAtOnce {
+        lanes: usize,
+        batch: usize,
+    },
     Onlyonce {
         lanes: usize,
         batch: usize,
@@ -92,6 +97,7 @@ impl Variant {
         match self {
             Self::Bare { lanes, batch } => named("bare", lanes, batch),
             Self::ByHand { lanes, batch } => named("by hand", lanes, batch),
+            Self::ByHandAtOnce { lanes, batch } => named("by hand, one insert", lanes, batch),
             Self::Onlyonce { lanes, batch } => named("onlyonce", lanes, batch),
             Self::BatchHandler { lanes, batch } => named("batch handler", lanes, batch),
         }
@@ -185,6 +191,7 @@ impl<B: Broker> Bench<B> {
             Variant::Onlyonce { lanes: 32, batch: 1 },
             Variant::ByHand { lanes: 8, batch },
             Variant::Onlyonce { lanes: 8, batch },
+            Variant::ByHandAtOnce { lanes: 8, batch },
             Variant::BatchHandler { lanes: 8, batch },
         ];
         variants.retain(|variant| variant.name().contains(&options.only));
@@ -217,6 +224,10 @@ impl<B: Broker> Bench<B> {
             Variant::ByHand { lanes, batch } => {
                 self.by_hand(&queue, Twin::new(&self.postgres, lanes, batch, &done))
                     .await?;
+            }
+            Variant::ByHandAtOnce { lanes, batch } => {
+                let twin = Twin::new(&self.postgres, lanes, batch, &done);
+                self.by_hand(&queue, twin.at_once()).await?;
             }
             Variant::Onlyonce { lanes, batch } => {
                 let builder = self.consumer(&queue, lanes, batch)?;

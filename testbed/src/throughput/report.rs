@@ -27,8 +27,10 @@ impl Report {
         let whole = Variant::BatchHandler { lanes: 8, batch };
         self.ratio(single, Variant::ByHand { lanes: 8, batch: 1 });
         self.ratio(wide, Variant::ByHand { lanes: 32, batch: 1 });
-        self.ratio(whole, Variant::ByHand { lanes: 8, batch });
-        self.ratio(Variant::Onlyonce { lanes: 8, batch }, single);
+        let batched = Variant::Onlyonce { lanes: 8, batch };
+        self.ratio(batched, Variant::ByHand { lanes: 8, batch });
+        self.ratio(whole, Variant::ByHandAtOnce { lanes: 8, batch });
+        self.ratio(batched, single);
         self.ratio(whole, single);
         self.ratio(
             whole,

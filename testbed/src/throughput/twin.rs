@@ -16,6 +16,8 @@ pub struct Twin {
     pub(super) done: Done,
     /// `None`: nothing is applied.
     postgres: Option<String>,
+    /// The effects of a batch go into the table by one statement.
+    at_once: bool,
 }
 
 impl Twin {
@@ -25,6 +27,7 @@ impl Twin {
             batch,
             done: done.clone(),
             postgres: Some(postgres.to_owned()),
+            at_once: false,
         }
     }
 
@@ -34,6 +37,14 @@ impl Twin {
             batch,
             done: done.clone(),
             postgres: None,
+            at_once: false,
+        }
+    }
+
+    pub(super) fn at_once(self) -> Self {
+        Self {
+            at_once: true,
+            ..self
         }
     }
 
@@ -46,6 +57,7 @@ impl Twin {
         Ok(TwinLane {
             conn,
             done: self.done.clone(),
+            at_once: self.at_once,
         })
     }
 }
@@ -55,6 +67,7 @@ impl Twin {
 pub struct TwinLane {
     conn: Option<PgConnection>,
     done: Done,
+    at_once: bool,
 }
 
 impl TwinLane {
@@ -79,8 +92,15 @@ impl TwinLane {
             }
             _ => {
                 let new = claim_all(&mut tx, events.iter().map(|(id, _)| *id).collect()).await?;
-                let (ids, bodies) = events.iter().filter(|(id, _)| new.contains(*id)).copied().unzip();
-                insert_all(&mut tx, ids, bodies).await?;
+                let new = events.iter().filter(|(id, _)| new.contains(*id)).copied();
+                if self.at_once {
+                    let (ids, bodies) = new.unzip();
+                    insert_all(&mut tx, ids, bodies).await?;
+                } else {
+                    for (id, body) in new {
+                        insert(&mut tx, id, body).await?;
+                    }
+                }
             }
         }
         // Counted where the handlers count.
