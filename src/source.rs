@@ -6,6 +6,7 @@
 //! on its own: it only carries.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -123,8 +124,8 @@ pub struct Receipt(pub u64);
 pub struct Delivery {
     /// The source's number for it.
     pub receipt: Receipt,
-    /// The event, raw.
-    pub event: RawEvent,
+    /// The event, raw. Shared, so that a source which may have to hand it out again keeps no copy of it.
+    pub event: Arc<RawEvent>,
     /// Whether and how often the broker has delivered it before.
     pub redelivery: Redelivery,
     /// Set by the `inbox` source only: the held row that this delivery is.
@@ -133,10 +134,10 @@ pub struct Delivery {
 
 impl Delivery {
     /// A first delivery of `event`.
-    pub fn new(receipt: Receipt, event: RawEvent) -> Self {
+    pub fn new(receipt: Receipt, event: impl Into<Arc<RawEvent>>) -> Self {
         Self {
             receipt,
-            event,
+            event: event.into(),
             redelivery: Redelivery::No,
             held: None,
         }

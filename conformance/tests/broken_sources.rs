@@ -130,7 +130,9 @@ impl Source for Faulty {
             match self.fault {
                 Fault::HidesRedeliveries => delivery.redelivery = Redelivery::No,
                 Fault::MakesNullEmpty => {
-                    delivery.event.payload.get_or_insert_default();
+                    std::sync::Arc::make_mut(&mut delivery.event)
+                        .payload
+                        .get_or_insert_default();
                 }
                 Fault::RepeatsReceipts => {
                     let short = Receipt(delivery.receipt.0 % 4);

@@ -180,9 +180,7 @@ impl<S: Inbox> Lane<S> {
     }
 
     pub(crate) fn span(&self, deliveries: &[Delivery]) -> tracing::Span {
-        let destination = deliveries
-            .first()
-            .map_or("", |d| d.event.origin.destination.as_str());
+        let destination = deliveries.first().map_or("", |d| &*d.event.origin.destination);
         tracing::info_span!(
             "process",
             messaging.system = self.shared.system,

@@ -1,8 +1,11 @@
+use std::sync::Arc;
+
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 /// Headers as brokers really carry them: ordered, names may repeat, values are bytes and may be null.
+/// A clone shares them until one of the two is changed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Headers(Vec<(String, Option<Bytes>)>);
+pub struct Headers(Arc<Vec<(String, Option<Bytes>)>>);
 
 /// The first byte of the stored form, so that a later version can tell its own from ours.
 const ENCODING: u8 = 1;
@@ -15,12 +18,12 @@ impl Headers {
 
     /// Adds a header at the end; an earlier one of the same name stays.
     pub fn push(&mut self, name: impl Into<String>, value: impl Into<Bytes>) {
-        self.0.push((name.into(), Some(value.into())));
+        Arc::make_mut(&mut self.0).push((name.into(), Some(value.into())));
     }
 
     /// Adds a header without a value, as Kafka knows them.
     pub fn push_null(&mut self, name: impl Into<String>) {
-        self.0.push((name.into(), None));
+        Arc::make_mut(&mut self.0).push((name.into(), None));
     }
 
     /// The value of the last header of this name; names are compared byte for byte.
@@ -69,7 +72,7 @@ impl Headers {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = BytesMut::with_capacity(1 + self.size() + self.0.len() * 9);
         out.put_u8(ENCODING);
-        for (name, value) in &self.0 {
+        for (name, value) in self.0.iter() {
             out.put_u32(name.len() as u32);
             out.put_slice(name.as_bytes());
             match value {
@@ -100,7 +103,7 @@ impl Headers {
             };
             headers.push((name, value));
         }
-        Some(Self(headers))
+        Some(Self(Arc::new(headers)))
     }
 }
 
@@ -111,12 +114,12 @@ fn take(rest: &mut Bytes) -> Option<Bytes> {
 
 impl<N: Into<String>, V: Into<Bytes>> FromIterator<(N, V)> for Headers {
     fn from_iter<I: IntoIterator<Item = (N, V)>>(headers: I) -> Self {
-        Self(
+        let headers = headers.into_iter();
+        Self(Arc::new(
             headers
-                .into_iter()
                 .map(|(name, value)| (name.into(), Some(value.into())))
                 .collect(),
-        )
+        ))
     }
 }
 

@@ -246,7 +246,7 @@ impl IdentityRules {
             && let Some(native) = &event.native
         {
             let id = text("broker's id", &native.id)?;
-            return Identity::checked(native.source.clone(), id, Strength::Weak);
+            return Identity::checked(native.source.to_string(), id, Strength::Weak);
         }
         Err(IdentityError::missing(
             "the event carries no id (publish with a message id or a CloudEvents id, or configure an identity rule)",
@@ -268,7 +268,7 @@ impl IdentityRules {
         match &event.property {
             None => Ok(None),
             Some(property) => {
-                Identity::strong(property.source.clone(), text("message id", &property.id)?).map(Some)
+                Identity::strong(&*property.source, text("message id", &property.id)?).map(Some)
             }
         }
     }
@@ -310,7 +310,7 @@ fn own_headers(event: &RawEvent) -> Result<Option<Identity>, IdentityError> {
     let id = id.ok_or_else(|| IdentityError::missing(format!("the header {OUR_ID} is null")))?;
     let source = match event.headers.all(OUR_SOURCE).last().flatten() {
         Some(source) => text("event source", source)?,
-        None => event.origin.destination.clone(),
+        None => event.origin.destination.to_string(),
     };
     Identity::strong(source, text("event id", id)?).map(Some)
 }
@@ -375,7 +375,7 @@ fn content_hash(event: &RawEvent) -> Result<Identity, IdentityError> {
         .ok_or_else(|| IdentityError::missing("a null payload cannot be identified by its content"))?;
     let id = sha256_hex(body);
     Identity::checked(
-        event.origin.destination.clone(),
+        event.origin.destination.to_string(),
         format!("sha256:{id}"),
         Strength::Weak,
     )

@@ -14,6 +14,8 @@ pub use identity::{Identity, IdentityError, IdentityRules, Strength};
 pub use key::{EventKey, PayloadHash};
 pub use payload::{DecodeError, FromEvent, Json};
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 
 /// One event with its payload decoded, as a handler receives it.
@@ -63,7 +65,7 @@ pub struct RawEvent {
 #[derive(Debug, Clone)]
 pub struct PropertyId {
     /// Whose ids these are: AMQP `app_id`, else the exchange; a queue, a configured name.
-    pub source: String,
+    pub source: Arc<str>,
     /// The value, not yet checked.
     pub id: Bytes,
 }
@@ -74,7 +76,7 @@ pub struct Origin {
     /// The messaging system's name as OpenTelemetry writes it: `rabbitmq`, `kafka`, `aws_sqs`, `onlyonce`.
     pub system: &'static str,
     /// What was consumed from: a queue, a topic. Also the identity source of events that name none.
-    pub destination: String,
+    pub destination: Arc<str>,
     /// The rest: `exchange=orders routing-key=paid`, `partition=3 offset=77`.
     pub detail: String,
 }
@@ -86,12 +88,12 @@ impl RawEvent {
         Self {
             payload: Some(body.into()),
             property: Some(PropertyId {
-                source: source.into(),
+                source: source.into().into(),
                 id: Bytes::from(id.into()),
             }),
             origin: Origin {
                 system: "onlyonce",
-                destination: "queue".to_owned(),
+                destination: "queue".into(),
                 detail: String::new(),
             },
             ..Self::default()

@@ -84,14 +84,11 @@ impl<Db: Database, H: BatchHandler<Db>> Run<Db> for BatchRunner<Db, H> {
         progress: Progress<'_, Db>,
         items: &[Item<'_>],
     ) -> Result<(), HandlerError> {
-        let events = items
-            .iter()
-            .map(|item| {
-                item.event
-                    .decode::<H::Payload>(item.identity)
-                    .map_err(HandlerError::undecodable)
-            })
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut events = Vec::with_capacity(items.len());
+        for item in items {
+            let event = item.event.decode::<H::Payload>(item.identity);
+            events.push(event.map_err(HandlerError::undecodable)?);
+        }
         let attempt = items.iter().map(|item| item.attempt).max().unwrap_or(1);
         self.0
             .handle(

@@ -191,7 +191,7 @@ pub(crate) fn reduced(event: &RawEvent) -> RawEvent {
         native: None,
         origin: Origin {
             system: event.origin.system,
-            destination: storable(&event.origin.destination.escape_default().to_string(), 256),
+            destination: storable(&event.origin.destination.escape_default().to_string(), 256).into(),
             detail: storable(&event.origin.detail.escape_default().to_string(), 1024),
         },
     }

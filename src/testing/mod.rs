@@ -46,7 +46,7 @@ pub fn event(id: impl Into<String>, body: impl Into<Bytes>) -> RawEvent {
     RawEvent {
         origin: Origin {
             system: "memory",
-            destination: "memory".to_owned(),
+            destination: "memory".into(),
             detail: String::new(),
         },
         ..RawEvent::new("test", id, body)

@@ -363,7 +363,7 @@ fn hostile() -> Vec<(bool, RawEvent)> {
             RawEvent {
                 origin: onlyonce::event::Origin {
                     system: "memory",
-                    destination: "nul\0".repeat(1000),
+                    destination: "nul\0".repeat(1000).into(),
                     detail: "\u{feff}\0".repeat(10_000),
                 },
                 ..at("odd origin")

@@ -6,6 +6,7 @@
 
 use std::collections::hash_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,11 +20,10 @@ const PATIENCE: u32 = 3;
 const FIRST_SLOWDOWN: Duration = Duration::from_millis(100);
 const SLOWEST: Duration = Duration::from_secs(5);
 
-/// A record in this process. It goes through several maps on its way, in a box: moved as it is, it would
-/// cost more than all else that is done with it here.
+/// A record in this process. It goes through several maps on its way, so it is small.
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
-    pub(crate) event: RawEvent,
+    pub(crate) event: Arc<RawEvent>,
     /// What it weighs in byte budgets.
     pub(crate) bytes: usize,
     /// How often it was given back "at once".
@@ -43,7 +43,7 @@ pub(crate) struct Buffer {
 /// One assignment of one partition.
 #[derive(Debug, Default)]
 struct Shelf {
-    ready: BTreeMap<i64, Box<Record>>,
+    ready: BTreeMap<i64, Record>,
     held: HashMap<Hold, Held>,
 }
 
@@ -57,12 +57,12 @@ enum Hold {
 #[derive(Debug)]
 struct Held {
     until: Instant,
-    records: BTreeMap<i64, Box<Record>>,
+    records: BTreeMap<i64, Record>,
 }
 
 impl Buffer {
     /// A record has come.
-    pub(crate) fn push(&mut self, ticket: Ticket, record: Box<Record>) {
+    pub(crate) fn push(&mut self, ticket: Ticket, record: Record) {
         let shelf = self.shelves.entry(ticket.generation).or_default();
         match shelf.held.get_mut(&Hold::of(ticket.offset, &record.event)) {
             Some(held) => held.records.insert(ticket.offset, record),
@@ -71,13 +71,7 @@ impl Buffer {
     }
 
     /// A record was handed out and comes back, to be handed out again not before `after`.
-    pub(crate) fn give_back(
-        &mut self,
-        ticket: Ticket,
-        mut record: Box<Record>,
-        after: Duration,
-        now: Instant,
-    ) {
+    pub(crate) fn give_back(&mut self, ticket: Ticket, mut record: Record, after: Duration, now: Instant) {
         let wait = if after.is_zero() {
             record.returns += 1;
             slowdown(record.returns)
@@ -90,7 +84,7 @@ impl Buffer {
         self.hold(ticket, record, now + wait);
     }
 
-    fn hold(&mut self, ticket: Ticket, record: Box<Record>, until: Instant) {
+    fn hold(&mut self, ticket: Ticket, record: Record, until: Instant) {
         let Ticket { generation, offset } = ticket;
         let shelf = self.shelves.entry(generation).or_default();
         let hold = Hold::of(offset, &record.event);
@@ -126,7 +120,7 @@ impl Buffer {
     }
 
     /// The next records, at most `max`, in the order of the log within each partition.
-    pub(crate) fn take(&mut self, max: usize, now: Instant) -> Vec<(Ticket, Box<Record>)> {
+    pub(crate) fn take(&mut self, max: usize, now: Instant) -> Vec<(Ticket, Record)> {
         self.wake(now);
         let mut taken = Vec::new();
         let order: Vec<Generation> = match self.next {
@@ -214,17 +208,17 @@ mod tests {
     const B: Generation = Generation(2);
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn record(key: &'static str) -> Box<Record> {
+    fn record(key: &'static str) -> Record {
         let key = (!key.is_empty()).then(|| Bytes::from_static(key.as_bytes()));
         let event = RawEvent {
             key,
             ..RawEvent::default()
         };
-        Box::new(Record {
-            event,
+        Record {
+            event: event.into(),
             bytes: 1,
             returns: 0,
-        })
+        }
     }
 
     fn ticket(generation: Generation, offset: i64) -> Ticket {
@@ -239,7 +233,7 @@ mod tests {
         buffer
     }
 
-    fn offsets(taken: &[(Ticket, Box<Record>)]) -> Vec<i64> {
+    fn offsets(taken: &[(Ticket, Record)]) -> Vec<i64> {
         taken.iter().map(|(ticket, _)| ticket.offset).collect()
     }
 

@@ -299,7 +299,7 @@ impl KafkaBuilder {
             brokers: self.brokers,
             group: self.group,
             topics: self.topics,
-            cluster: self.cluster,
+            weak_source: format!("kafka:{}", self.cluster).into(),
             start_at: self.start_at,
             out_of_range: self.out_of_range,
             ordering_key: self.ordering_key,

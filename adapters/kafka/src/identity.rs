@@ -1,6 +1,8 @@
 //! From Kafka's record to an event: bytes, headers and coordinates, nothing judged.
 
+use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use onlyonce::event::{Headers, Origin, PropertyId, RawEvent};
@@ -19,12 +21,16 @@ const CLOUD_EVENTS_TYPE: &str = "ce_type";
 /// In place of a header whose name is not UTF-8, which the client library cannot tell.
 const UNREADABLE_NAME: &str = "onlyonce-unreadable-header-name";
 
-/// The event that a record is. `cluster` says whose coordinates these are.
-pub(crate) fn raw_event(record: &BorrowedMessage<'_>, cluster: &str, key: &OrderingKey) -> RawEvent {
+/// The event that a record of this topic is. `weak_source` says whose coordinates these are.
+pub(crate) fn raw_event(
+    record: &BorrowedMessage<'_>,
+    topic: &Arc<str>,
+    weak_source: &Arc<str>,
+    key: &OrderingKey,
+) -> RawEvent {
     let bytes = Copied::of(record);
     let headers = headers(record, &bytes);
-    let (topic, partition, offset) = (record.topic(), record.partition(), record.offset());
-    let time_ms = record.timestamp().to_millis();
+    let (partition, offset) = (record.partition(), record.offset());
     RawEvent {
         event_type: header(&headers, OWN_TYPE_HEADER).or_else(|| header(&headers, CLOUD_EVENTS_TYPE)),
         key: match key {
@@ -33,23 +39,26 @@ pub(crate) fn raw_event(record: &BorrowedMessage<'_>, cluster: &str, key: &Order
             OrderingKey::Header(name) => header(&headers, name),
         },
         payload: bytes.payload,
-        time_ms,
+        time_ms: record.timestamp().to_millis(),
         property: None,
-        native: Some(native(cluster, topic, partition, offset, time_ms)),
+        native: Some(PropertyId {
+            source: weak_source.clone(),
+            id: bytes.coordinates,
+        }),
         origin: Origin {
             system: SYSTEM,
-            destination: topic.to_owned(),
+            destination: topic.clone(),
             detail: format!("partition={partition} offset={offset}"),
         },
         headers,
     }
 }
 
-/// All bytes of a record in one allocation, of which the parts are slices: an event is copied once more
-/// when it is handed out, in case that it comes back, and then only counts are raised.
+/// All bytes of a record in one allocation, of which the parts are slices.
 struct Copied {
     key: Option<Bytes>,
     payload: Option<Bytes>,
+    coordinates: Bytes,
     /// The values of the headers one after another.
     values: Bytes,
 }
@@ -60,16 +69,27 @@ impl Copied {
         let mut all = Vec::with_capacity(
             key.map_or(0, <[u8]>::len)
                 + payload.map_or(0, <[u8]>::len)
-                + values(record).map(<[u8]>::len).sum::<usize>(),
+                + values(record).map(<[u8]>::len).sum::<usize>()
+                + record.topic().len()
+                + COORDINATES,
         );
+        values(record).for_each(|value| all.extend_from_slice(value));
+        let headers = all.len();
         all.extend_from_slice(key.unwrap_or_default());
         all.extend_from_slice(payload.unwrap_or_default());
-        values(record).for_each(|value| all.extend_from_slice(value));
+        write_coordinates(
+            &mut all,
+            record.topic(),
+            record.partition(),
+            record.offset(),
+            record.timestamp().to_millis(),
+        );
         let mut all = Bytes::from(all);
         Self {
+            values: all.split_to(headers),
             key: key.map(|key| all.split_to(key.len())),
             payload: payload.map(|payload| all.split_to(payload.len())),
-            values: all,
+            coordinates: all,
         }
     }
 }
@@ -78,14 +98,15 @@ fn values<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = &'a [u8]>
     fields(record).filter_map(|field| field?.value)
 }
 
+/// How long a record's coordinates are at most, beside the topic: three numbers and what is between them.
+const COORDINATES: usize = 54;
+
 /// A topic that was deleted and created anew counts its offsets from 0 again; the timestamp tells the
 /// records apart.
-fn native(cluster: &str, topic: &str, partition: i32, offset: i64, time_ms: Option<i64>) -> PropertyId {
+fn write_coordinates(out: &mut Vec<u8>, topic: &str, partition: i32, offset: i64, time_ms: Option<i64>) {
     let time = time_ms.unwrap_or(-1);
-    PropertyId {
-        source: format!("{SYSTEM}:{cluster}"),
-        id: format!("{topic}/{partition}/{offset}@{time}").into(),
-    }
+    // Into memory: it cannot fail.
+    let _ = write!(out, "{topic}/{partition}/{offset}@{time}");
 }
 
 fn header(headers: &Headers, name: &str) -> Option<Bytes> {
@@ -134,11 +155,22 @@ pub(crate) fn weight(event: &RawEvent) -> usize {
 mod tests {
     use super::*;
 
+    fn coordinates(time_ms: Option<i64>) -> String {
+        let mut out = Vec::new();
+        write_coordinates(&mut out, "orders", 3, 77, time_ms);
+        String::from_utf8(out).unwrap()
+    }
+
     #[test]
-    fn coordinates_name_a_record_of_one_cluster() {
-        let id = native("prod-eu", "orders", 3, 77, Some(1_700_000_000_123));
-        assert_eq!(id.source, "kafka:prod-eu");
-        assert_eq!(id.id, "orders/3/77@1700000000123");
-        assert_eq!(native("c", "orders", 3, 77, None).id, "orders/3/77@-1");
+    fn coordinates_name_a_record() {
+        assert_eq!(coordinates(Some(1_700_000_000_123)), "orders/3/77@1700000000123");
+        assert_eq!(coordinates(None), "orders/3/77@-1");
+    }
+
+    #[test]
+    fn the_longest_coordinates_find_room() {
+        let mut out = Vec::new();
+        write_coordinates(&mut out, "", i32::MIN, i64::MIN, Some(i64::MIN));
+        assert_eq!(out.len(), COORDINATES);
     }
 }

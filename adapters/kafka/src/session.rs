@@ -50,7 +50,7 @@ pub(crate) enum Order {
 #[derive(Debug)]
 pub(crate) enum News {
     /// These have come.
-    Records(Vec<(Ticket, Box<Record>)>),
+    Records(Vec<(Ticket, Record)>),
     /// These assignments are over, or will be as soon as what runs of them is done.
     Revoked(Vec<Generation>),
     /// The session is over; without an error because it was told to finish.

@@ -40,7 +40,7 @@ pub struct Kafka {
     link: State,
     buffer: Buffer,
     /// What was handed out and is not settled, with what is needed to hand it out again.
-    outstanding: HashMap<Receipt, (Ticket, Box<Record>)>,
+    outstanding: HashMap<Receipt, (Ticket, Record)>,
     /// What was handed out of assignments that are ending. It may still be told as done, and by it
     /// the session knows when nothing of them runs any more.
     leaving: HashMap<Receipt, Ticket>,
@@ -233,7 +233,7 @@ impl Kafka {
     }
 
     /// Kafka takes nothing back: it waits here.
-    fn give_back(&mut self, ticket: Ticket, record: Box<Record>, after: Option<Duration>) {
+    fn give_back(&mut self, ticket: Ticket, record: Record, after: Option<Duration>) {
         let State::Up(session) = &self.link else {
             return;
         };
@@ -353,7 +353,7 @@ impl Source for Kafka {
     }
 
     async fn settle(&mut self, settlements: Vec<Settlement>) -> Result<(), SourceError> {
-        let mut done = Vec::new();
+        let mut done = Vec::with_capacity(settlements.len());
         let mut left = Vec::new();
         for Settlement { receipt, verdict } in settlements {
             // A receipt that is in neither was lost for good, or settled: there is nothing to tell.

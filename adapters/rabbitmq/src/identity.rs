@@ -61,7 +61,7 @@ fn raw_event(delivery: Delivery, queue: &str, key: &OrderingKey) -> RawEvent {
         native: None,
         origin: Origin {
             system: SYSTEM,
-            destination: queue.to_owned(),
+            destination: queue.into(),
             detail: detail(&delivery),
         },
         headers,
@@ -92,7 +92,7 @@ fn property(delivery: &Delivery, headers: &Headers) -> Option<PropertyId> {
         name => name,
     };
     Some(PropertyId {
-        source: source.to_owned(),
+        source: source.into(),
         id: bytes(id),
     })
 }
@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(event.headers.get("content-encoding"), Some(&b"gzip"[..]));
         assert_eq!(event.time_ms, Some(1_700_000_000_000));
         assert_eq!(event.payload.as_deref(), Some(&b"body"[..]));
-        assert_eq!(event.origin.destination, "q");
+        assert_eq!(&*event.origin.destination, "q");
         assert_eq!(
             event.origin.detail,
             "exchange=orders routing-key=paid.eu message-id=m-1"

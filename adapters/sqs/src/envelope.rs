@@ -38,7 +38,7 @@ pub(crate) fn open(body: String, unwrapping: Unwrapping) -> Vec<Content> {
     };
     let mut outer = Content {
         property: Some(PropertyId {
-            source: notification.topic_arn,
+            source: notification.topic_arn.into(),
             id: notification.message_id.into(),
         }),
         ..Content::default()
@@ -61,7 +61,7 @@ fn open_inner(body: String, unwrapping: Unwrapping, outer: Content) -> Vec<Conte
     if let Some(event) = BusEvent::read(&body) {
         return vec![Content {
             property: Some(PropertyId {
-                source: format!("aws:eventbridge:{}:{}", event.account, event.source),
+                source: format!("aws:eventbridge:{}:{}", event.account, event.source).into(),
                 id: event.id.into(),
             }),
             event_type: Some(event.detail_type.into()),
@@ -227,7 +227,7 @@ fn s3_record(at: usize, raw: &RawValue) -> Option<Content> {
     let native = object.sequencer.map(|sequencer| {
         let version = object.version_id.unwrap_or_default();
         PropertyId {
-            source: format!("aws:s3:{aws_region}:{}", bucket.name),
+            source: format!("aws:s3:{aws_region}:{}", bucket.name).into(),
             id: format!(
                 "{}/{}@{version}#{sequencer}:{event_name}",
                 bucket.name, object.key
@@ -259,7 +259,7 @@ mod tests {
     fn source_and_id(content: &Content) -> Option<(String, String)> {
         let property = content.property.as_ref()?;
         let id = String::from_utf8(property.id.to_vec()).unwrap();
-        Some((property.source.clone(), id))
+        Some((property.source.to_string(), id))
     }
 
     fn notification(message: &str) -> String {

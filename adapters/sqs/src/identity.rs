@@ -105,7 +105,7 @@ fn event(content: Content, message: &Arrived, settings: &Settings) -> RawEvent {
             None => id.to_owned(),
         };
         Some(PropertyId {
-            source: settings.name.clone(),
+            source: settings.name.as_str().into(),
             id: id.into(),
         })
     });
@@ -126,7 +126,7 @@ fn event(content: Content, message: &Arrived, settings: &Settings) -> RawEvent {
         native,
         origin: Origin {
             system: SYSTEM,
-            destination: settings.name.clone(),
+            destination: settings.name.as_str().into(),
             detail: message.detail.clone(),
         },
     }

@@ -61,7 +61,7 @@ impl SourceHarness for Memory {
     async fn publish(&self, events: Vec<RawEvent>) -> Result {
         for mut event in events {
             event.origin.system = "memory";
-            event.origin.destination = "memory".to_owned();
+            event.origin.destination = "memory".into();
             self.0.publish(event);
         }
         Ok(())

@@ -120,7 +120,8 @@ impl Store for PostgresStore {
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
         // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
         let mut asked = HashSet::with_capacity(requests.len());
-        let mut pending: Vec<_> = requests.iter().filter(|r| asked.insert(r.question())).collect();
+        let mut pending: Vec<&ClaimRequest<'_>> = Vec::with_capacity(requests.len());
+        pending.extend(requests.iter().filter(|r| asked.insert(r.question())));
         pending.sort_by_key(|r| r.key);
 
         let mut answers = Answers::with_capacity(pending.len());

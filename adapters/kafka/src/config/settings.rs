@@ -1,6 +1,7 @@
 //! Settings that were checked, and what librdkafka is told of them.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use onlyonce::source::Plan;
@@ -29,7 +30,7 @@ pub(crate) struct Settings {
     pub(crate) brokers: String,
     pub(crate) group: String,
     pub(crate) topics: Vec<String>,
-    pub(crate) cluster: String,
+    pub(crate) weak_source: Arc<str>,
     pub(crate) start_at: StartAt,
     pub(crate) out_of_range: OutOfRange,
     pub(crate) ordering_key: OrderingKey,

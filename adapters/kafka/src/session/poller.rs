@@ -137,25 +137,26 @@ fn take(
     keeper: &Keeper,
     last_topic: &mut Option<Arc<str>>,
     message: &BorrowedMessage<'_>,
-) -> Option<(Ticket, Box<Record>)> {
+) -> Option<(Ticket, Record)> {
     let topic = match last_topic {
         Some(topic) if **topic == *message.topic() => topic.clone(),
         _ => last_topic.insert(message.topic().into()).clone(),
     };
+    let settings = &keeper.settings;
+    let event = raw_event(message, &topic, &settings.weak_source, &settings.ordering_key);
     let partition = Partition {
         topic,
         number: message.partition(),
     };
-    let event = raw_event(message, &keeper.settings.cluster, &keeper.settings.ordering_key);
     let bytes = weight(&event);
     let ticket = keeper
         .desk()
         .ledger
         .delivered(&partition, message.offset(), bytes)?;
     let record = Record {
-        event,
+        event: event.into(),
         bytes,
         returns: 0,
     };
-    Some((ticket, Box::new(record)))
+    Some((ticket, record))
 }

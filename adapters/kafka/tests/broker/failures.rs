@@ -79,7 +79,7 @@ async fn a_pattern_finds_topics_that_come_later() {
     let second = first.sibling("later").await;
     second.fill(0, 2, &[]).await;
     let taken = some(&mut source, 2).await;
-    assert!(taken.iter().all(|d| d.event.origin.destination == second.name));
+    assert!(taken.iter().all(|d| *d.event.origin.destination == *second.name));
     ack(&mut source, taken).await;
     closes(source).await;
 }

@@ -79,7 +79,7 @@ async fn headers_of_every_kind_and_all_properties_arrive() {
     assert_eq!(event.time_ms, Some(1_700_000_001_000));
     assert_eq!(event.payload.as_deref(), Some(&b"{}"[..]));
     assert_eq!(event.origin.system, "rabbitmq");
-    assert_eq!(event.origin.destination, queue.name);
+    assert_eq!(*event.origin.destination, *queue.name);
     assert_eq!(
         event.origin.detail,
         format!("exchange=\"\" routing-key={} message-id=evt-1", queue.name)

@@ -24,10 +24,7 @@ async fn a_message_without_an_id_has_the_one_of_sqs_under_the_queue_s_name() {
     let delivery = some(&mut source, 1).await.remove(0);
     let (origin, id) = (&delivery.event.origin, identity(&delivery));
     assert_eq!(id.0, "orders");
-    assert_eq!(
-        (origin.system, origin.destination.as_str()),
-        ("aws_sqs", "orders")
-    );
+    assert_eq!((origin.system, &*origin.destination), ("aws_sqs", "orders"));
     assert!(
         origin
             .detail
