@@ -100,6 +100,7 @@ macro_rules! store_suite {
             answers_have_their_precedence
             batches_are_answered_in_order
             rollback_leaves_no_claim
+            claims_ahead_are_for_their_own_event
             commit_is_durable
             guard_lets_nothing_half_done_pass
             commits_by_the_handler_are_found

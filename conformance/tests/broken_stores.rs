@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use onlyonce::async_trait;
-use onlyonce::event::EventKey;
+use onlyonce::event::{EventKey, Identity, PayloadHash};
 use onlyonce::store::{
-    Backlog, ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, HeldEvent, Inbox, Lease, Limits,
-    Next, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx, Unread,
+    Backlog, ClaimAnswer, ClaimRequest, ClaimedAhead, Claims, CommitError, Connection, HeldEvent, Inbox,
+    Lease, Limits, Next, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx,
+    Unread,
 };
 use onlyonce_conformance::{Conn, Result, Sqlite, StoreHarness, block_on, store};
 use sqlx::Database;
@@ -26,6 +27,7 @@ enum Fault {
     ForgetsPayloads,
     SaysCommittedAndRollsBack,
     CommitsWhatFailed,
+    GivesClaimsAheadToAnybody,
     SeesCommitsEverywhere,
     WaitsForEver,
     ParksWhatWasProcessed,
@@ -45,6 +47,8 @@ struct Faulty<S> {
     fault: Fault,
     claimed: Arc<Mutex<HashSet<EventKey>>>,
     newest: Arc<Mutex<Option<Lease>>>,
+    /// What was claimed ahead last.
+    ahead: Arc<Mutex<Option<(Identity, PayloadHash)>>>,
 }
 
 impl<S: Inbox> Faulty<S> {
@@ -121,12 +125,40 @@ impl<S: Inbox> Store for Faulty<S> {
         Ok((answers, claims))
     }
 
+    async fn claimed_ahead<'c>(
+        &self,
+        conn: &'c mut Connection<Self::Db>,
+        limits: &Limits,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+    ) -> std::result::Result<Option<ClaimedAhead<'c, Self::Db>>, StoreError> {
+        let ahead = self.ahead.lock().expect("unpoisoned").take();
+        match (ahead, requests) {
+            (Some((identity, payload_hash)), [request, ..]) if self.is(Fault::GivesClaimsAheadToAnybody) => {
+                let request = ClaimRequest {
+                    key: EventKey::of_event(request.consumer, &identity.source, &identity.id),
+                    identity: &identity,
+                    payload_hash,
+                    ..*request
+                };
+                self.inner
+                    .claimed_ahead(conn, limits, &[request], Outcome::Processed)
+                    .await
+            }
+            _ => self.inner.claimed_ahead(conn, limits, requests, outcome).await,
+        }
+    }
+
     async fn commit(
         &self,
         tx: Tx<'_, Self::Db>,
         claims: Claims,
-        next: Next,
+        next: Next<'_>,
     ) -> std::result::Result<(), CommitError> {
+        if let Next::Claim(request) = &next {
+            let ahead = (request.identity.clone(), request.payload_hash);
+            *self.ahead.lock().expect("unpoisoned") = Some(ahead);
+        }
         if self.is(Fault::SaysCommittedAndRollsBack) {
             return Ok(());
         }
@@ -303,6 +335,7 @@ impl<D: StoreHarness> StoreHarness for Broken<D> {
             fault: self.fault,
             claimed: Arc::default(),
             newest: Arc::default(),
+            ahead: Arc::default(),
         })
     }
 
@@ -366,6 +399,7 @@ rejected! {
     one_that_forgets_payloads: ForgetsPayloads on Sqlite => claims_tell_what_they_found, "another payload";
     one_that_says_committed_and_rolls_back: SaysCommittedAndRollsBack on Sqlite => commit_is_durable, "after the commit others see (claims, effects) (0, 0)";
     one_that_commits_what_failed: CommitsWhatFailed on Sqlite => deferred_constraints_are_refused, "the commit says Ok";
+    one_that_gives_claims_ahead_to_anybody: GivesClaimsAheadToAnybody on Postgres => claims_ahead_are_for_their_own_event, "another event runs";
     one_that_sees_commits_everywhere: SeesCommitsEverywhere on Sqlite => commits_by_the_handler_are_found, "nothing is committed";
     one_that_waits_for_ever: WaitsForEver on Sqlite => busy_is_bounded, "still waits";
     one_that_waits_for_ever_on_a_server: WaitsForEver on Postgres => busy_is_bounded, "still waits";

@@ -15,10 +15,10 @@ use super::gate::Gate;
 use super::policy::{OnMismatch, Ordering, RetryPolicy};
 use super::window::{Window, locked};
 use crate::crash::CrashPoint;
-use crate::event::{EventKey, Identity, IdentityRules, PayloadHash};
+use crate::event::{EventKey, Identity, IdentityError, IdentityRules, PayloadHash, RawEvent};
 use crate::handler::Run;
-use crate::source::{Delivery, Settle, Settlement};
-use crate::store::{ClaimRequest, Connection, Inbox, Limits, Next, Store, Tx};
+use crate::source::{Delivery, Receipt, Settle, Settlement};
+use crate::store::{ClaimRequest, Connection, Inbox, Lease, Limits, Next, Store, Tx};
 use crate::telemetry::{self, Outcome as Became};
 
 /// Runs at the start of each transaction, right after `BEGIN`.
@@ -58,6 +58,19 @@ impl<S: Store> Shared<S> {
     /// Whether a lane may start something new.
     pub(crate) fn takes_work(&self) -> bool {
         self.gate.is_open() && !self.stopping.is_cancelled()
+    }
+
+    /// Who this delivery's event is, and what of it is compared.
+    pub(crate) fn name_of(&self, event: &RawEvent, held: Option<&Lease>) -> Result<Named, IdentityError> {
+        let identity = match held {
+            Some(lease) => lease.identity.clone(),
+            None => self.identity.identify(event)?,
+        };
+        Ok(Named {
+            key: EventKey::of_event(&self.name, &identity.source, &identity.id),
+            hash: event.payload_hash(),
+            identity,
+        })
     }
 
     /// How long the handler may take for this many events.
@@ -100,6 +113,8 @@ pub(crate) struct Lane<S: Store> {
     pub(crate) shared: Arc<Shared<S>>,
     pub(crate) conn: Option<Connection<S::Db>>,
     pub(crate) seat: Seat,
+    /// What was expected when it last committed.
+    pub(crate) upcoming: Upcoming,
 }
 
 /// What became of the work that a lane had.
@@ -115,14 +130,64 @@ pub(crate) struct Seat {
     pub(crate) window: Arc<Mutex<Window>>,
 }
 
-impl Seat {
-    /// Whether there will be more work after this: nearly always right, never relied upon.
-    pub(crate) fn next<S: Store>(&self, shared: &Shared<S>) -> Next {
-        if shared.takes_work() && locked(&self.window).has_more(self.index) {
-            Next::Begin
-        } else {
-            Next::Rest
+/// What a lane will take next: nearly always right, never relied upon.
+pub(crate) enum Upcoming {
+    Nothing,
+    Something,
+    /// This delivery. Who its event is, is known already.
+    Event(Receipt, Named),
+}
+
+impl Upcoming {
+    /// For the commit before it.
+    pub(crate) fn after_commit<'a>(&'a self, consumer: &'a str) -> Next<'a> {
+        match self {
+            Self::Nothing => Next::Rest,
+            Self::Something => Next::Begin,
+            Self::Event(_, named) => Next::Claim(named.request(consumer, None)),
         }
+    }
+
+    /// Who the event of this delivery is, if it is the one that was foreseen.
+    pub(crate) fn take(&mut self, receipt: Receipt) -> Option<Named> {
+        match std::mem::replace(self, Self::Nothing) {
+            Self::Event(foreseen, named) if foreseen == receipt => Some(named),
+            _ => None,
+        }
+    }
+}
+
+impl Seat {
+    /// What there will be after this. The next event is looked at without the window's lock: a rule for
+    /// identities may be code of the user's. One that has no usable identity is not claimed, nor is a
+    /// held one, whose lease may be another's by then, nor anything before the user's hook has run.
+    pub(crate) fn upcoming<S: Store>(&self, shared: &Shared<S>) -> Upcoming {
+        if !shared.takes_work() {
+            return Upcoming::Nothing;
+        }
+        let (receipt, event) = {
+            let mut window = locked(&self.window);
+            if !window.has_more(self.index) {
+                return Upcoming::Nothing;
+            }
+            let next = match shared.on_begin {
+                None => window.reserve(self.index),
+                Some(_) => None,
+            };
+            match next {
+                Some(next) if next.held.is_none() => (next.receipt, next.event.clone()),
+                _ => return Upcoming::Something,
+            }
+        };
+        match shared.name_of(&event, None) {
+            Ok(named) => Upcoming::Event(receipt, named),
+            Err(_) => Upcoming::Something,
+        }
+    }
+
+    /// What there is now is not over.
+    pub(crate) fn unreserve(&self) {
+        locked(&self.window).unreserve(self.index);
     }
 }
 
@@ -132,6 +197,7 @@ impl<S: Inbox> Lane<S> {
             shared,
             conn: None,
             seat,
+            upcoming: Upcoming::Nothing,
         }
     }
 
@@ -194,24 +260,35 @@ impl<S: Inbox> Lane<S> {
     }
 }
 
-/// A delivery whose event has a name.
-pub(crate) struct Identified {
-    pub(crate) delivery: Delivery,
+/// Who an event is, and what it says.
+pub(crate) struct Named {
     pub(crate) identity: Identity,
     pub(crate) key: EventKey,
     pub(crate) hash: PayloadHash,
+}
+
+impl Named {
+    pub(crate) fn request<'a>(&'a self, consumer: &'a str, own: Option<&'a Lease>) -> ClaimRequest<'a> {
+        ClaimRequest {
+            key: self.key,
+            consumer,
+            identity: &self.identity,
+            payload_hash: self.hash,
+            own,
+        }
+    }
+}
+
+/// A delivery whose event has a name.
+pub(crate) struct Identified {
+    pub(crate) delivery: Delivery,
+    pub(crate) named: Named,
     /// How often it has failed so far, in this lane and before.
     pub(crate) failed: u32,
 }
 
 impl Identified {
     pub(crate) fn request<'a>(&'a self, consumer: &'a str) -> ClaimRequest<'a> {
-        ClaimRequest {
-            key: self.key,
-            consumer,
-            identity: &self.identity,
-            payload_hash: self.hash,
-            own: self.delivery.held.as_ref(),
-        }
+        self.named.request(consumer, self.delivery.held.as_ref())
     }
 }

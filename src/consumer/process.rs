@@ -14,7 +14,6 @@ use super::lane::{Identified, Lane, Shared};
 use super::policy::{OnMismatch, Ordering};
 use super::recover::{self, Recovery, Tally};
 use crate::crash::CrashPoint;
-use crate::event::EventKey;
 use crate::handler::{Item, Progress};
 use crate::reason::Reason;
 use crate::source::{Delivery, Settlement};
@@ -29,7 +28,7 @@ pub(crate) async fn process<S: Inbox>(lane: &mut Lane<S>, deliveries: Vec<Delive
         lane.shared.reached(CrashPoint::Received).await;
         let (events, mut settlements) = identify(lane, deliveries).await;
         if let [event] = events.as_slice() {
-            tracing::Span::current().record("messaging.message.id", event.identity.id.as_str());
+            tracing::Span::current().record("messaging.message.id", event.named.identity.id.as_str());
         }
         settlements.extend(match events.len() {
             0 | 1 => one_by_one(lane, events, None).await,
@@ -53,20 +52,16 @@ async fn identify<S: Inbox>(
 ) -> (Vec<Identified>, Vec<Settlement>) {
     let (mut events, mut settlements) = (Vec::with_capacity(deliveries.len()), Vec::new());
     for delivery in deliveries {
-        let found = match &delivery.held {
-            Some(lease) => Ok(lease.identity.clone()),
-            None => lane.shared.identity.identify(&delivery.event),
+        let found = match lane.upcoming.take(delivery.receipt) {
+            Some(named) => Ok(named),
+            None => lane.shared.name_of(&delivery.event, delivery.held.as_ref()),
         };
         match found {
-            Ok(identity) => {
-                let key = EventKey::of_event(&lane.shared.name, &identity.source, &identity.id);
-                let hash = delivery.event.payload_hash();
+            Ok(named) => {
                 let failed = delivery.held.as_ref().map_or(0, |lease| lease.attempts);
                 events.push(Identified {
                     delivery,
-                    identity,
-                    key,
-                    hash,
+                    named,
                     failed,
                 });
             }
@@ -90,6 +85,7 @@ pub(super) async fn attempt<S: Inbox>(
     if let Err(failure) = &result {
         // Nothing of the attempt may outlive it: no lock, no open transaction, no running statement.
         lane.recycle(failure.spoils_connection()).await;
+        lane.seat.unreserve();
         lane.shared.reached(CrashPoint::RolledBack).await;
     }
     result
@@ -101,18 +97,30 @@ async fn transaction<S: Inbox>(
     outcome: Outcome,
 ) -> Result<Vec<ClaimAnswer>, Failure> {
     let started = Instant::now();
-    let Lane { shared, conn, seat } = lane;
+    let Lane {
+        shared,
+        conn,
+        seat,
+        upcoming,
+    } = lane;
     let store = &shared.store;
     let conn = match conn {
         Some(conn) => conn,
         None => conn.insert(store.open().await?),
     };
-    let mut tx = shared.begin(conn).await?;
 
-    // Claim. A crash from here to the commit rolls everything back: the source delivers again, and
-    // the event is as new as it was.
+    // Claim, unless the commit before this has done it. A crash from here to the commit rolls everything
+    // back: the source delivers again, and the event is as new as it was.
     let requests: Vec<_> = events.iter().map(|event| event.request(&shared.name)).collect();
-    let (answers, claims) = store.claim(&mut tx, &requests, outcome).await?;
+    let ahead = store.claimed_ahead(conn, &shared.limits, &requests, outcome);
+    let (mut tx, answers, claims) = match ahead.await? {
+        Some(claimed) => claimed,
+        None => {
+            let mut tx = shared.begin(conn).await?;
+            let (answers, claims) = store.claim(&mut tx, &requests, outcome).await?;
+            (tx, answers, claims)
+        }
+    };
     shared.reached(CrashPoint::Claimed).await;
     if claims.is_empty() {
         store.rollback(conn).await?;
@@ -134,8 +142,13 @@ async fn transaction<S: Inbox>(
     shared.reached(CrashPoint::Handled).await;
 
     // Commit, which proves first that this is still our transaction and finishes the held rows of its
-    // events. A crash in it leaves all or nothing, and running the event again finds out which.
-    match store.commit(tx, claims, seat.next(shared)).await {
+    // events. A crash in it leaves all or nothing, and running the event again finds out which. The
+    // claim of the lane's next event goes with it, in a transaction of that event's own.
+    *upcoming = seat.upcoming(shared);
+    match store
+        .commit(tx, claims, upcoming.after_commit(&shared.name))
+        .await
+    {
         Ok(()) => {}
         // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
         Err(CommitError::Store(_) | CommitError::Unknown(_)) if handled_for >= shared.limits.idle_timeout => {
@@ -164,7 +177,7 @@ async fn handle<S: Inbox>(
         .filter(|(_, answer)| **answer == ClaimAnswer::New);
     let items: Vec<_> = new
         .map(|(event, _)| Item {
-            identity: &event.identity,
+            identity: &event.named.identity,
             event: &event.delivery.event,
             attempt: event.failed + 1,
         })
@@ -213,7 +226,9 @@ async fn one_by_one<S: Inbox>(
             settlements.push(lane.settle(event.delivery, Became::Released, None));
             continue;
         }
-        let known = of_batch.as_ref().and_then(|failure| failure.of_one(event.key));
+        let known = of_batch
+            .as_ref()
+            .and_then(|failure| failure.of_one(event.named.key));
         let (settlement, released) = until_settled(lane, event, known).await;
         if released {
             given_back.push(key);
@@ -280,15 +295,15 @@ async fn conclude<S: Inbox>(
                 telemetry::payload_mismatch(&lane.shared.name);
                 tracing::warn!(
                     consumer = lane.shared.name,
-                    source = event.identity.source,
-                    event_id = event.identity.id,
+                    source = event.named.identity.source,
+                    event_id = event.named.identity.id,
                     "an event came again with another payload; the first one counts"
                 );
                 if lane.shared.on_mismatch == OnMismatch::DeadLetter {
                     return recover::letter(lane, event, Reason::IdentityMismatch).await;
                 }
             }
-            tracing::debug!(event_id = event.identity.id, "duplicate");
+            tracing::debug!(event_id = event.named.identity.id, "duplicate");
             Became::Duplicate
         }
     };

@@ -120,8 +120,11 @@ pub(super) async fn unidentified<S: Inbox>(
 
 /// A delivery that must not run under its identity becomes a dead letter that holds nothing.
 pub(super) async fn letter<S: Inbox>(lane: &mut Lane<S>, event: Identified, reason: Reason) -> Settlement {
-    tracing::warn!(consumer = lane.shared.name, %reason, event_id = event.identity.id, "dead letter");
-    let text = format!("identity {} of {}", event.identity.id, event.identity.source);
+    tracing::warn!(consumer = lane.shared.name, %reason, event_id = event.named.identity.id, "dead letter");
+    let text = format!(
+        "identity {} of {}",
+        event.named.identity.id, event.named.identity.source
+    );
     store_letter(lane, event.delivery, reason, &[Attempt::now("identity", &text)]).await
 }
 
@@ -216,7 +219,7 @@ async fn park<S: Inbox>(
     let shared = lane.shared.clone();
     let parked = Parked {
         consumer: &shared.name,
-        key: event.map(|event| (event.key, &event.identity)),
+        key: event.map(|event| (event.named.key, &event.named.identity)),
         event: &delivery.event,
         becomes,
         failures,
@@ -274,7 +277,11 @@ async fn store<S: Inbox>(
 /// contention and pauses are not (the gate speaks for the latter).
 fn log<S: Inbox>(lane: &Lane<S>, event: &Identified, failure: &Failure, attempt: bool, decision: Decision) {
     let (consumer, kind, error) = (&lane.shared.name, failure.kind(), failure.text());
-    let (source, event_id, failed) = (&event.identity.source, &event.identity.id, event.failed);
+    let (source, event_id, failed) = (
+        &event.named.identity.source,
+        &event.named.identity.id,
+        event.failed,
+    );
     match decision {
         Decision::Dead { reason } => {
             tracing::error!(consumer, source, event_id, failed, kind, error, %reason, "dead letter");

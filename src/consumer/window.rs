@@ -10,12 +10,14 @@ use crate::source::{Delivery, Receipt, Settle, Settlement};
 
 /// The deliveries in hand, bounded by count and by bytes, and which lane each belongs to.
 ///
-/// Unordered, there is one queue and any idle lane takes from it. Per key, each lane has its own, and
+/// Unordered, there is a common queue and any idle lane takes from it. Per key, each lane has its own, and
 /// a key stays with its lane for as long as an event of it is in hand, so that its events run in their
 /// order. A key of which nothing is in hand goes to the lane with the least to do: by a hash of the key
 /// one lane would have half as many keys again as the others, and the whole window would wait for it.
+/// Unordered, a lane's own queue holds what is reserved for it, which is at most one delivery.
 pub(crate) struct Window {
     ordering: Ordering,
+    /// Each lane's own, and after them the common one, which is empty where order counts.
     queues: Vec<VecDeque<Delivery>>,
     idle: Vec<bool>,
     in_hand: HashMap<Receipt, InHand>,
@@ -53,17 +55,13 @@ impl Window {
         max_count: usize,
         max_bytes: usize,
     ) -> Self {
-        let queues = match ordering {
-            Ordering::Unordered => 1,
-            Ordering::PerKey => lanes,
-        };
         Self {
             ordering,
-            queues: (0..queues).map(|_| VecDeque::new()).collect(),
+            queues: (0..=lanes).map(|_| VecDeque::new()).collect(),
             idle: vec![true; lanes],
             in_hand: HashMap::new(),
             seats: HashMap::new(),
-            loads: vec![0; queues],
+            loads: vec![0; lanes + 1],
             bytes: 0,
             max_count,
             max_bytes,
@@ -102,37 +100,61 @@ impl Window {
 
     /// The next piece of work for an idle lane, which is busy from then on.
     pub(crate) fn assign(&mut self) -> Option<(usize, Vec<Delivery>)> {
-        let lane = match self.ordering {
-            Ordering::Unordered if self.queues[0].is_empty() => None,
-            Ordering::Unordered => self.idle.iter().position(|idle| *idle),
-            Ordering::PerKey => {
-                (0..self.idle.len()).find(|&lane| self.idle[lane] && !self.queues[lane].is_empty())
-            }
-        }?;
+        let shared = !self.common().is_empty();
+        let lane = (0..self.idle.len())
+            .find(|&lane| self.idle[lane] && (shared || !self.queues[lane].is_empty()))?;
         self.take(lane).map(|work| (lane, work))
     }
 
     /// The next piece of work for this lane, which is busy from then on if there is one.
     pub(crate) fn take(&mut self, lane: usize) -> Option<Vec<Delivery>> {
-        let queue = match self.ordering {
-            Ordering::Unordered => &mut self.queues[0],
-            Ordering::PerKey => &mut self.queues[lane],
+        let batch = self.batch;
+        let queue = if self.queues[lane].is_empty() {
+            self.common()
+        } else {
+            &mut self.queues[lane]
         };
         if queue.is_empty() {
             return None;
         }
-        let take = queue.len().min(self.batch);
+        let work = queue.drain(..queue.len().min(batch)).collect();
         self.idle[lane] = false;
-        Some(queue.drain(..take).collect())
+        Some(work)
     }
 
     /// Whether a lane that is about to finish will find more. From the common queue the other lanes
     /// take as well; some of them are before it.
     pub(crate) fn has_more(&self, lane: usize) -> bool {
-        match self.ordering {
-            Ordering::Unordered => self.queues[0].len() > self.idle.len() / 4,
-            Ordering::PerKey => !self.queues[lane].is_empty(),
+        !self.queues[lane].is_empty() || self.queues[self.idle.len()].len() > self.idle.len() / 4
+    }
+
+    /// The one delivery that this lane will take next, which no other lane takes from now on. It is still
+    /// not started: it can be lost and given back like all that waits. `None` if lanes take batches, and if
+    /// so little waits that another lane may be idle sooner than this one.
+    pub(crate) fn reserve(&mut self, lane: usize) -> Option<&Delivery> {
+        if self.batch > 1 || !self.has_more(lane) {
+            return None;
         }
+        if self.queues[lane].is_empty() {
+            let first = self.common().pop_front()?;
+            self.queues[lane].push_back(first);
+        }
+        self.queues[lane].front()
+    }
+
+    /// The lane is not about to finish after all: what was reserved for it is anybody's again. Lanes that
+    /// are idle by now find it when the loop next looks.
+    pub(crate) fn unreserve(&mut self, lane: usize) {
+        if self.ordering == Ordering::Unordered
+            && let Some(reserved) = self.queues[lane].pop_front()
+        {
+            self.common().push_front(reserved);
+        }
+    }
+
+    fn common(&mut self) -> &mut VecDeque<Delivery> {
+        let last = self.idle.len();
+        &mut self.queues[last]
     }
 
     /// A lane is done with what it had. Per key, what waits behind an event that was given back goes
@@ -224,16 +246,15 @@ impl Window {
     /// The queue of a key that is in hand, else the one with the least to do. An event without a key is
     /// ordered with nothing.
     fn seat(&mut self, key: Option<&Bytes>) -> usize {
-        if self.queues.len() == 1 {
-            return 0;
+        let lanes = self.idle.len();
+        if self.ordering == Ordering::Unordered {
+            return lanes;
         }
         if let Some((queue, count)) = key.and_then(|key| self.seats.get_mut(key)) {
             *count += 1;
             return *queue;
         }
-        let least = (0..self.loads.len())
-            .min_by_key(|queue| self.loads[*queue])
-            .unwrap_or(0);
+        let least = (0..lanes).min_by_key(|queue| self.loads[*queue]).unwrap_or(0);
         if let Some(key) = key {
             self.seats.insert(key.clone(), (least, 1));
         }
@@ -329,6 +350,58 @@ mod tests {
     }
 
     #[test]
+    fn what_is_reserved_is_for_one_lane_and_not_started() {
+        let mut window = Window::new(Ordering::Unordered, 2, 1, 10, 1000);
+        window.admit((1..=4).map(|n| delivery(n, "")).collect());
+        for lane in 0..2 {
+            assert!(window.take(lane).is_some());
+        }
+        assert_eq!(window.reserve(0).map(|d| d.receipt.0), Some(3));
+        assert_eq!(window.reserve(0).map(|d| d.receipt.0), Some(3), "once");
+        assert_eq!(window.take(1).map(|w| w[0].receipt.0), Some(4));
+        assert!(window.take(1).is_none());
+        assert_eq!(window.take(0).map(|w| w[0].receipt.0), Some(3));
+
+        window.admit((5..=7).map(|n| delivery(n, "")).collect());
+        window.reserve(0);
+        window.unreserve(0);
+        assert_eq!(
+            window.take(1).map(|w| w[0].receipt.0),
+            Some(5),
+            "in its old place"
+        );
+        window.reserve(0);
+        assert_eq!(receipts(&window.lose(&[Receipt(6)])), [6]);
+        window.reserve(0);
+        assert_eq!(receipts(&window.release_waiting()), [7]);
+        assert!(window.reserve(0).is_none());
+        assert_eq!(window.in_hand.len(), 5, "those that lanes have");
+    }
+
+    #[test]
+    fn little_work_is_reserved_for_nobody() {
+        let mut window = Window::new(Ordering::Unordered, 8, 1, 10, 1000);
+        window.admit((1..=3).map(|n| delivery(n, "")).collect());
+        assert!(
+            window.reserve(0).is_some(),
+            "three wait, of eight lanes two are sooner"
+        );
+        assert!(window.reserve(1).is_none());
+        let mut batches = Window::new(Ordering::Unordered, 1, 2, 10, 1000);
+        batches.admit((1..=9).map(|n| delivery(n, "")).collect());
+        assert!(batches.reserve(0).is_none(), "a batch is claimed as a whole");
+        let mut per_key = Window::new(Ordering::PerKey, 1, 1, 10, 1000);
+        per_key.admit(vec![delivery(1, "a"), delivery(2, "b")]);
+        assert_eq!(per_key.reserve(0).map(|d| d.receipt.0), Some(1));
+        per_key.unreserve(0);
+        assert_eq!(
+            per_key.take(0).map(|w| w[0].receipt.0),
+            Some(1),
+            "it was its own before"
+        );
+    }
+
+    #[test]
     fn new_keys_go_where_least_is_to_do() {
         let mut window = Window::new(Ordering::PerKey, 4, 1, 100, 1 << 20);
         window.admit((0..5).map(|n| delivery(n, "hot")).collect());
@@ -341,7 +414,7 @@ mod tests {
             delivery(10, "d"),
         ]);
         let lengths: Vec<_> = window.queues.iter().map(VecDeque::len).collect();
-        assert_eq!(lengths, [5, 2, 2, 2], "nothing waits behind the hot key");
+        assert_eq!(lengths, [5, 2, 2, 2, 0], "nothing waits behind the hot key");
         let (lane, mut work) = window.assign().unwrap();
         assert_eq!((lane, work[0].receipt.0), (0, 0));
         // What runs keeps its key where it is, also if all that waits is lost.

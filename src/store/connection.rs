@@ -6,7 +6,11 @@ use sqlx::Database;
 use sqlx::pool::PoolConnection;
 use tokio::sync::OwnedSemaphorePermit;
 
+#[cfg(feature = "postgres")]
+use super::ClaimRequest;
 use super::{Limits, StoreError, StoreErrorKind};
+#[cfg(feature = "postgres")]
+use crate::event::{EventKey, PayloadHash};
 
 /// A lane's connection, with what is needed to end its statement from outside.
 #[derive(Debug)]
@@ -32,11 +36,34 @@ pub struct Connection<Db: Database> {
 /// An open transaction.
 #[derive(Debug)]
 pub(crate) struct Open {
-    /// It has begun with the commit before it, and nothing has been done in it.
-    pub(crate) ahead: bool,
+    /// What the commit before it has done for it, if nobody has taken it over yet.
+    pub(crate) ahead: Option<Ahead>,
     /// Where the database has one writer, the right to be it; given up when the transaction has ended.
     pub(crate) _writer: Option<OwnedSemaphorePermit>,
 }
+
+/// How far a transaction has come together with the commit before it.
+#[derive(Debug)]
+#[cfg_attr(
+    not(feature = "postgres"),
+    allow(dead_code, reason = "a file's commit begins nothing")
+)]
+pub(crate) enum Ahead {
+    /// It has begun, and nothing has been done in it.
+    Begun,
+    /// It has begun, and a claim was sent. Committed with any other event's work, that claim would be
+    /// a lost event: nobody gets this transaction but by [`Connection::take_claimed`].
+    #[cfg(feature = "postgres")]
+    Claimed {
+        question: (EventKey, PayloadHash),
+        inserted: Inserted,
+    },
+}
+
+/// What the insert of one claim has come to: the transaction's number, `None` where something stood in
+/// its way, or the error that has ended the transaction.
+#[cfg(feature = "postgres")]
+pub(crate) type Inserted = Result<Option<String>, sqlx::Error>;
 
 /// One session. A server that was restarted gives the same numbers again, in a container within
 /// minutes; a session that began at another time is somebody else's.
@@ -57,16 +84,36 @@ impl<Db: Database> Connection<Db> {
         self.open.is_none()
     }
 
-    /// Whether the next transaction has begun already.
+    /// Takes over the next transaction, if it has begun already and nothing has been done in it. One
+    /// that has claimed stays as it is, to be rolled back.
     #[cfg(feature = "postgres")]
-    pub(crate) fn has_begun_ahead(&mut self) -> bool {
-        let open = self.open.as_mut();
-        open.is_some_and(|open| std::mem::take(&mut open.ahead))
+    pub(crate) fn take_begun(&mut self) -> bool {
+        let ahead = self.open.as_mut().map(|open| &mut open.ahead);
+        ahead.is_some_and(|ahead| ahead.take_if(|ahead| matches!(ahead, Ahead::Begun)).is_some())
+    }
+
+    /// Takes over the next transaction, if this very event has been claimed in it already. The one way
+    /// to a transaction that holds a claim made ahead: whatever else comes first ends it.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn take_claimed(&mut self, request: &ClaimRequest<'_>) -> Option<Inserted> {
+        // A held row of the delivery's own was not looked for.
+        let asked = request.own.is_none().then(|| request.question());
+        let is_it =
+            |ahead: &mut Ahead| matches!(ahead, Ahead::Claimed { question, .. } if asked == Some(*question));
+        match self.open.as_mut()?.ahead.take_if(is_it)? {
+            Ahead::Claimed { inserted, .. } => Some(inserted),
+            Ahead::Begun => None,
+        }
+    }
+
+    /// Whether a transaction is open that the commit before it has begun and nobody has taken over.
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| open.ahead.is_some())
     }
 
     /// Whether nobody knows what its last transaction has come to.
     pub(crate) fn is_in_doubt(&self) -> bool {
-        self.open.as_ref().is_some_and(|open| !open.ahead)
+        !self.is_clean() && !self.is_ahead()
     }
 
     /// PostgreSQL only warns of a `BEGIN` inside a transaction, and goes on in that one.

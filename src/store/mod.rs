@@ -23,6 +23,8 @@ use uuid::Uuid;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use claim::Found;
 pub use claim::{ClaimAnswer, ClaimRequest, Claims, HeldState, Outcome};
+#[cfg(feature = "postgres")]
+pub(crate) use connection::{Ahead, Inserted};
 pub use connection::{Connection, Tx};
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 pub(crate) use connection::{Open, Session, answer};
@@ -58,6 +60,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     async fn open(&self) -> Result<Connection<Self::Db>, StoreError>;
 
     /// Begins a transaction with its limits, in one round trip.
+    ///
+    /// Never one in which anything is claimed: a transaction that [`Next::Claim`] has begun is rolled
+    /// back first.
     async fn begin<'c>(
         &self,
         conn: &'c mut Connection<Self::Db>,
@@ -76,13 +81,27 @@ pub trait Store: Clone + Send + Sync + 'static {
         outcome: Outcome,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError>;
 
+    /// Takes over the transaction in which the commit before it has claimed exactly these events
+    /// ([`Next::Claim`]), with what that claim has found; its error is this claim's error. `None` if
+    /// there is none: then [`begin`](Self::begin) and [`claim`](Self::claim), which cost round trips and
+    /// say the same.
+    async fn claimed_ahead<'c>(
+        &self,
+        _conn: &'c mut Connection<Self::Db>,
+        _limits: &Limits,
+        _requests: &[ClaimRequest<'_>],
+        _outcome: Outcome,
+    ) -> Result<Option<ClaimedAhead<'c, Self::Db>>, StoreError> {
+        Ok(None)
+    }
+
     /// Asks, beside the transaction, whether these claims are committed, although the handler failed
     /// and nothing of ours has: then the handler did it, and part of its work stands.
     async fn is_committed(&self, claims: &Claims) -> bool;
 
     /// Commits, unless the guard refuses: it proves that this is still the claims' own transaction and
     /// alive, and finishes the held rows of its events. `Ok` means durable.
-    async fn commit(&self, tx: Tx<'_, Self::Db>, claims: Claims, next: Next) -> Result<(), CommitError>;
+    async fn commit(&self, tx: Tx<'_, Self::Db>, claims: Claims, next: Next<'_>) -> Result<(), CommitError>;
 
     /// Rolls back the transaction that is open on this connection, if one is.
     async fn rollback(&self, conn: &mut Connection<Self::Db>) -> Result<(), StoreError>;
@@ -106,9 +125,18 @@ pub trait Store: Clone + Send + Sync + 'static {
     ) -> Result<bool, sqlx::Error>;
 }
 
+/// A transaction, what the claim in it has found, and its proof.
+pub type ClaimedAhead<'c, Db> = (Tx<'c, Db>, Vec<ClaimAnswer>, Claims);
+
 /// What a lane does after a commit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Next {
+#[derive(Debug, Clone, Copy)]
+pub enum Next<'a> {
+    /// Its next work is this one event, which is to be processed: the next transaction may begin with
+    /// the commit and claim it, where that saves round trips. [`claimed_ahead`](Store::claimed_ahead)
+    /// takes it over, [`begin`](Store::begin) and [`rollback`](Store::rollback) end it unused. The
+    /// answer to the commit comes with that of the claim, so a concurrent copy delays it by at most
+    /// `lock_timeout`.
+    Claim(ClaimRequest<'a>),
     /// It has more work: the next transaction may begin with the commit, where that saves a round trip.
     /// [`begin`](Store::begin) takes it over, [`rollback`](Store::rollback) ends it unused.
     Begin,

@@ -7,6 +7,7 @@ use onlyonce::testing::{Broker, event};
 use onlyonce::{BatchContext, BatchHandler, Bytes, Consumer, Event, HandlerError, async_trait};
 use sqlx::AssertSqlSafe;
 
+use crate::ahead::holding;
 use crate::running::Running;
 use crate::stage::{Act, Scripted, Stage, events, postgres_url, soon};
 use crate::wire::{Asked, Wire};
@@ -45,6 +46,10 @@ impl Counted {
             .filter(|asked| **asked != Asked::ToPrepare)
             .filter(|asked| !matches!(asked, Asked::Text(text) if once(text)))
             .map(|asked| match asked {
+                Asked::Text(text) if text.contains("; EXECUTE onlyonce_claim") => {
+                    assert!(text.contains("; COMMIT; BEGIN"), "{text}");
+                    "guard, COMMIT, BEGIN, claim"
+                }
                 Asked::Text(text) if text.contains("; COMMIT; BEGIN") => "guard, COMMIT, BEGIN",
                 Asked::Text(text) if text.ends_with("; COMMIT") => "guard, COMMIT",
                 Asked::Text(text) if text.starts_with("BEGIN") => "BEGIN",
@@ -60,7 +65,7 @@ impl Counted {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_backlog_an_event_is_three_round_trips() {
+async fn with_a_backlog_an_event_is_two_round_trips() {
     let Some(counted) = Counted::new().await else {
         return;
     };
@@ -73,15 +78,15 @@ async fn with_a_backlog_an_event_is_three_round_trips() {
     soon("every ack", broker.drained()).await;
     running.stop().await;
 
-    // Claim, the handler's own, the commit.
-    let mut expected = vec!["BEGIN"];
+    // The handler's own, the commit.
+    let mut expected = vec!["BEGIN", "statement"];
     for n in 0..50 {
         let commit = if n < 49 {
-            "guard, COMMIT, BEGIN"
+            "guard, COMMIT, BEGIN, claim"
         } else {
             "guard, COMMIT"
         };
-        expected.extend(["statement", "statement", commit]);
+        expected.extend(["statement", commit]);
     }
     assert_eq!(counted.asked(), expected);
     assert_eq!(counted.wire.errors(), Vec::<String>::new());
@@ -190,6 +195,106 @@ async fn a_batch_handlers_batch_costs_what_one_event_costs() {
     counted.stage.end().await;
 }
 
+/// A duplicate that was claimed ahead is known as soon as it is read what stands in its way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn in_a_backlog_a_duplicate_is_two_round_trips() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for id in ["0", "0", "1"] {
+        broker.publish(event(id, "x"));
+    }
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let running = Running::start(counted.lane(&broker).handler(handler));
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+    assert_eq!(
+        counted.asked(),
+        [
+            ["BEGIN", "statement", "statement", "guard, COMMIT, BEGIN, claim"].as_slice(),
+            &["statement", "ROLLBACK"],
+            &["BEGIN", "statement", "statement", "guard, COMMIT"],
+        ]
+        .concat()
+    );
+    counted.stage.end().await;
+}
+
+/// Nobody waits a second time for what was waited for with the commit before it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_event_that_is_busy_is_asked_for_once() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let mut holds = holding(&counted.stage, "c", "e1").await;
+    let broker = Broker::new();
+    for event in events(2) {
+        broker.publish(event);
+    }
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let limit = std::time::Duration::from_millis(100);
+    let running = Running::start(counted.lane(&broker).lock_timeout(limit).handler(handler));
+    soon("the release", broker.until(|stats| stats.released > 0)).await;
+    sqlx::raw_sql("ROLLBACK").execute(&mut holds).await.unwrap();
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+    assert_eq!(
+        counted.asked(),
+        [
+            [
+                "BEGIN",
+                "statement",
+                "statement",
+                "guard, COMMIT, BEGIN, claim",
+                "ROLLBACK"
+            ]
+            .as_slice(),
+            // When it has come again.
+            &["BEGIN", "statement", "statement", "guard, COMMIT"],
+        ]
+        .concat()
+    );
+    counted.stage.end().await;
+}
+
+/// The user's hook comes before the claim, in a statement of its own here.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_hook_nothing_is_claimed_before_it_has_run() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for event in events(3) {
+        broker.publish(event);
+    }
+    let (handler, _) = Scripted::applies(&counted.stage);
+    let consumer = counted.lane(&broker).handler(handler).on_begin(|conn| {
+        Box::pin(async move {
+            let sets = "SELECT set_config('app.tenant', 'x', true)";
+            sqlx::query(sets).execute(conn).await.map(|_| ())
+        })
+    });
+    let running = Running::start(consumer);
+    soon("every ack", broker.drained()).await;
+    running.stop().await;
+    let event = ["statement"; 3];
+    assert_eq!(
+        counted.asked(),
+        [
+            ["BEGIN"].as_slice(),
+            &event,
+            &["guard, COMMIT, BEGIN"],
+            &event,
+            &["guard, COMMIT, BEGIN"],
+            &event,
+            &["guard, COMMIT"],
+        ]
+        .concat()
+    );
+    counted.stage.end().await;
+}
+
 /// The transaction that was begun ahead is the next event's, and never one that waits for work.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_begun_ahead_is_used_or_rolled_back() {
@@ -222,8 +327,7 @@ async fn what_was_begun_ahead_is_used_or_rolled_back() {
             "BEGIN",
             "statement",
             "statement",
-            "guard, COMMIT, BEGIN",
-            "statement",
+            "guard, COMMIT, BEGIN, claim",
             "statement",
             "guard, COMMIT"
         ]

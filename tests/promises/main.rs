@@ -20,6 +20,7 @@ mod g7_identity;
 mod g8_attempts;
 mod g9_outage;
 
+mod ahead;
 mod configuration;
 mod costs;
 mod limits;

@@ -1,6 +1,6 @@
 //! Consumers that run beside the test, processes that die, and how their effects are waited for.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use onlyonce::Health;
@@ -10,7 +10,7 @@ use onlyonce::testing::CrashPoint;
 use onlyonce::{Consumer, Supervisor};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, block_in_place};
 use tokio_util::sync::CancellationToken;
 
 use crate::stage::soon;
@@ -125,4 +125,38 @@ pub(crate) fn crash_at(
         now
     };
     (plan, crashed)
+}
+
+/// A crash plan that kills nothing: the lane stands still the first time that it comes to this point,
+/// until the test lets it go on.
+pub(crate) fn halt_at(point: CrashPoint) -> (impl Fn(CrashPoint) -> bool + Send + Sync + 'static, Halt) {
+    let (reached, (go_on, wait)) = (Arc::new(Notify::new()), mpsc::channel());
+    let signal = reached.clone();
+    let wait = Mutex::new(Some(wait));
+    let plan = move |at| {
+        if at == point
+            && let Some(wait) = wait.lock().unwrap().take()
+        {
+            signal.notify_one();
+            let _ = block_in_place(|| wait.recv());
+        }
+        false
+    };
+    (plan, Halt { reached, go_on })
+}
+
+/// A lane that stands still, or will.
+pub(crate) struct Halt {
+    reached: Arc<Notify>,
+    go_on: mpsc::Sender<()>,
+}
+
+impl Halt {
+    pub(crate) async fn reached(&self) {
+        soon("the halt", self.reached.notified()).await;
+    }
+
+    pub(crate) fn go_on(&self) {
+        let _ = self.go_on.send(());
+    }
 }

@@ -104,6 +104,16 @@ impl<'h, H: StoreHarness> Bench<'h, H> {
 
     /// Takes one event through: claim, one effect if it is new, commit.
     pub(super) async fn process(&self, conn: &mut Connection<Db<H>>, event: &Sample) -> Result<ClaimAnswer> {
+        self.process_before(conn, event, Next::Rest).await
+    }
+
+    /// The same for an event that is followed by this.
+    pub(super) async fn process_before(
+        &self,
+        conn: &mut Connection<Db<H>>,
+        event: &Sample,
+        next: Next<'_>,
+    ) -> Result<ClaimAnswer> {
         let (mut tx, answers, claims) = self.claim(conn, &[event]).await?;
         ensure!(
             answers.len() == 1,
@@ -113,10 +123,10 @@ impl<'h, H: StoreHarness> Bench<'h, H> {
             self.store.rollback(conn).await?;
         } else {
             self.handle(&mut tx, EFFECT).await?;
-            self.store.commit(tx, claims, Next::Rest).await.map_err(refused)?;
+            self.store.commit(tx, claims, next).await.map_err(refused)?;
         }
         ensure!(
-            conn.is_clean(),
+            conn.is_clean() || !matches!(next, Next::Rest),
             "the transaction ended and its connection is inside one"
         );
         Ok(answers[0])

@@ -2,17 +2,20 @@
 
 use futures_util::TryStreamExt as _;
 use sqlx::postgres::{PgDatabaseError, Postgres};
-use sqlx::{AssertSqlSafe, Connection as _};
+use sqlx::{AssertSqlSafe, Connection as _, Either, Row as _};
 use uuid::Uuid;
 
 use super::classify::{classify, code};
-use super::sql::{HELD, NOT_OURS};
+use super::sql::{HELD, NOT_OURS, push_claim};
 use super::transaction::begin_statement;
 use super::{PostgresStore, Sql};
 use crate::event::EventKey;
-use crate::store::{Claims, CommitError, Next, Open, Store as _, StoreError, StoreErrorKind, Tx, answer};
+use crate::store::{
+    Ahead, ClaimRequest, Claims, CommitError, Inserted, Limits, Next, Open, Store as _, StoreError,
+    StoreErrorKind, Tx, answer,
+};
 
-/// Which of the two statements that are sent together has failed.
+/// Which of the two statements that end a transaction together has failed.
 enum Stopped {
     Guarding(sqlx::Error),
     /// Or nobody knows which.
@@ -26,7 +29,7 @@ impl PostgresStore {
         &self,
         mut tx: Tx<'_, Postgres>,
         claims: Claims,
-        next: Next,
+        next: Next<'_>,
     ) -> Result<(), CommitError> {
         if let Err(e) = hear_out(&mut tx).await {
             return Err(CommitError::Store(classify("guarding", e)));
@@ -57,42 +60,50 @@ impl PostgresStore {
     }
 
     /// The guard and COMMIT in one message: where the guard raises an error, the server does not come to
-    /// COMMIT. A lane that has more to do begins its next transaction by the same message. sqlx would
-    /// take a round trip for each.
+    /// COMMIT. A lane that has more to do begins its next transaction by the same message, and claims its
+    /// next event in it. sqlx would take a round trip for each.
+    ///
+    /// The server sends the answers together, so a commit is heard of when the claim behind it has got
+    /// what it waited for, `lock_timeout` later at most. A link that is lost meanwhile makes it an unknown
+    /// commit, like one that is lost at any other moment.
     async fn guard_and_commit(
         &self,
         tx: &mut Tx<'_, Postgres>,
         claims: &Claims,
-        next: Next,
+        next: Next<'_>,
     ) -> Result<(), Stopped> {
         let mut message = self.sql.guard_and_commit(claims, self.pooler);
-        let begin = tx.conn.limits.as_ref().filter(|_| next == Next::Begin);
-        if let Some(limits) = begin {
-            message.push_str("; ");
-            message.push_str(begin_statement(limits));
-        }
-        let ahead = begin.is_some();
-        let patience = tx.patience;
-        let (mut rows, mut done) = (0, 0);
-        let sent = async {
-            let mut answers = sqlx::raw_sql(AssertSqlSafe(message)).fetch_many(&mut **tx);
-            while let Some(answer) = answers.try_next().await? {
-                rows += usize::from(answer.is_right());
-                done += usize::from(answer.is_left());
-            }
-            Ok(())
+        // Behind a pooler no limits are the session's, and the next transaction may run in another one.
+        let next = match &tx.conn.limits {
+            Some(limits) => push_next(&mut message, limits, next),
+            None => Next::Rest,
         };
-        match (answer(patience, sent).await, done) {
-            (Ok(()), done) if (rows, done) == (1, 2 + usize::from(ahead)) => {
-                tx.conn.open = ahead.then_some(Open { ahead, _writer: None });
-                Ok(())
+        let (statements, patience) = match next {
+            Next::Rest => (2, tx.patience),
+            Next::Begin => (BEGUN, tx.patience),
+            Next::Claim(_) => (BEGUN + 1, tx.patience * 2),
+        };
+        let mut heard = Heard::default();
+        let result = answer(patience, heard.all(tx, message)).await;
+        let ahead = match (result, heard.done, next) {
+            (Ok(()), done, _) if (heard.rows, done) != (1, statements) => return Err(Stopped::OutOfStep),
+            (Ok(()), _, Next::Rest) => None,
+            (Ok(()), _, Next::Begin) => Some(Ahead::Begun),
+            (Ok(()), _, Next::Claim(request)) => Some(claimed(&request, Ok(heard.claimed))),
+            (Err(e), 0, _) if e.as_database_error().is_some() => return Err(Stopped::Guarding(e)),
+            (Err(e), 0 | 1, _) => return Err(Stopped::Committing(e)),
+            // Committed. What has failed is the claim; whoever asks for it is told.
+            (Err(e), BEGUN, Next::Claim(request)) if e.as_database_error().is_some() => {
+                Some(claimed(&request, Err(e)))
             }
-            (Ok(()), _) => Err(Stopped::OutOfStep),
-            (Err(e), 0) if e.as_database_error().is_some() => Err(Stopped::Guarding(e)),
-            (Err(e), 0 | 1) => Err(Stopped::Committing(e)),
             // Committed. The connection still counts as inside a transaction, and is given up for that.
-            (Err(_), _) => Ok(()),
-        }
+            (Err(_), _, _) => return Ok(()),
+        };
+        tx.conn.open = ahead.map(|ahead| Open {
+            ahead: Some(ahead),
+            _writer: None,
+        });
+        Ok(())
     }
 
     /// What an error before COMMIT says about the transaction.
@@ -126,6 +137,53 @@ impl PostgresStore {
         } else {
             CommitError::Aborted(classify("guarding", e))
         }
+    }
+}
+
+/// What was heard in answer to the message that ends a transaction.
+#[derive(Default)]
+struct Heard {
+    /// How many of its statements are done.
+    done: usize,
+    /// The rows of all statements but the claim.
+    rows: usize,
+    /// The number of the next transaction, if it has claimed.
+    claimed: Option<String>,
+}
+
+/// So many statements are done when the next transaction has begun: the guard, COMMIT, BEGIN.
+const BEGUN: usize = 3;
+
+impl Heard {
+    async fn all(&mut self, tx: &mut Tx<'_, Postgres>, message: String) -> Result<(), sqlx::Error> {
+        let mut answers = sqlx::raw_sql(AssertSqlSafe(message)).fetch_many(&mut **tx);
+        while let Some(answer) = answers.try_next().await? {
+            match answer {
+                Either::Left(_) => self.done += 1,
+                Either::Right(row) if self.done == BEGUN => self.claimed = Some(row.try_get(0)?),
+                Either::Right(_) => self.rows += 1,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds what is done for the next transaction.
+fn push_next<'a>(message: &mut String, limits: &Limits, next: Next<'a>) -> Next<'a> {
+    if let Next::Begin | Next::Claim(_) = next {
+        message.push_str("; ");
+        message.push_str(begin_statement(limits));
+    }
+    if let Next::Claim(request) = &next {
+        push_claim(message, request);
+    }
+    next
+}
+
+fn claimed(request: &ClaimRequest<'_>, inserted: Inserted) -> Ahead {
+    Ahead::Claimed {
+        question: request.question(),
+        inserted,
     }
 }
 

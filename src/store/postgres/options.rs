@@ -49,7 +49,7 @@ impl PostgresOptions {
     /// A pooler in transaction mode stands between, such as PgBouncer, which must keep prepared
     /// statements (1.21 and later, with `max_prepared_statements` above 0). Sessions are then not made
     /// read-only by default, since a session setting would leak to other clients of the pooler; limits
-    /// are named by every transaction; and a lane begins no transaction ahead.
+    /// are named by every transaction; and nothing is done ahead for the next one.
     pub fn behind_pooler(mut self) -> Self {
         self.pooler = true;
         self

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use super::SchemaName;
-use crate::store::Claims;
+use crate::store::{ClaimRequest, Claims};
 
 /// Every statement of the store, with the schema's name in its place. Built once; the name is a
 /// validated and quoted identifier, and nothing else is ever put into SQL.
@@ -15,7 +15,8 @@ pub(super) struct Sql {
     pub claim_one: SqlStr,
     pub claim_read: SqlStr,
     pub claim_once: SqlStr,
-    pub prepare_guard: String,
+    /// What a session prepares by name, because it is executed in one message with other statements.
+    pub prepare: String,
     guard: String,
     pub finish: SqlStr,
     pub park_claim: SqlStr,
@@ -71,6 +72,16 @@ SELECT $1, 'event', $2, $3, $4, $5, $8
         WHERE x.event_key = $1 AND x.state IN {unfinished}
           AND ($9 OR x.payload_hash = $5 OR x.copy_payload_hash = $5)
           AND (x.id IS DISTINCT FROM $6 OR x.lease_token IS DISTINCT FROM $7))
+    ON CONFLICT (event_key) DO NOTHING
+RETURNING pg_current_xact_id()::text";
+
+/// The same for one event that has no row of its own, sent with the commit before it. Texts come as
+/// bytes, because they are a message's: digits cannot be anything but a value.
+const CLAIM_AHEAD: &str = "
+INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+SELECT $1, 'event', convert_from($2, 'UTF8'), convert_from($3, 'UTF8'), convert_from($4, 'UTF8'), $5, 'processed'
+ WHERE NOT EXISTS (
+       SELECT 1 FROM {s}.inbox x WHERE x.event_key = $1 AND x.state IN {unfinished})
     ON CONFLICT (event_key) DO NOTHING
 RETURNING pg_current_xact_id()::text";
 
@@ -266,7 +277,10 @@ impl Sql {
             claim_one: sql(CLAIM_ONE),
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),
-            prepare_guard: text(&format!("PREPARE onlyonce_guard (xid8, uuid[]) AS {GUARD}")),
+            prepare: text(&format!(
+                "PREPARE onlyonce_guard (xid8, uuid[]) AS {GUARD};
+                 PREPARE onlyonce_claim (uuid, bytea, bytea, bytea, bytea) AS {CLAIM_AHEAD}"
+            )),
             guard: text(GUARD),
             finish: sql(FINISH),
             park_claim: sql(PARK_CLAIM),
@@ -285,7 +299,7 @@ impl Sql {
         }
     }
 
-    /// One message of two statements. A transaction's number and the digits of keys are the only values
+    /// One message of two statements. A transaction's number and hexadecimal digits are the only values
     /// that ever stand in SQL itself. Behind a pooler nothing that was prepared is there.
     pub(super) fn guard_and_commit(&self, claims: &Claims, pooler: bool) -> String {
         let xid = claims.mark.as_deref().unwrap_or_default();
@@ -304,5 +318,32 @@ impl Sql {
             return format!("{guard}; COMMIT");
         }
         format!("EXECUTE onlyonce_guard('{xid}', {keys}); COMMIT")
+    }
+}
+
+/// Adds the claim of an event's to a message, all of it in hexadecimal digits. (`E''` means the same
+/// whatever a database makes of a backslash by default.)
+pub(super) fn push_claim(message: &mut String, request: &ClaimRequest<'_>) {
+    let (key, identity) = (request.key.as_uuid(), request.identity);
+    message.push_str("; EXECUTE onlyonce_claim('");
+    push_hex(message, key.as_bytes());
+    for value in [
+        request.consumer.as_bytes(),
+        identity.source.as_bytes(),
+        identity.id.as_bytes(),
+        request.payload_hash.as_bytes(),
+    ] {
+        message.push_str("', E'\\\\x");
+        push_hex(message, value);
+    }
+    message.push_str("')");
+}
+
+fn push_hex(message: &mut String, bytes: &[u8]) {
+    message.reserve(2 * bytes.len());
+    for byte in bytes {
+        for digit in [byte >> 4, byte & 0xf] {
+            message.push(char::from(b"0123456789abcdef"[usize::from(digit)]));
+        }
     }
 }

@@ -12,8 +12,8 @@ use super::{PostgresStore, Sql};
 use crate::event::{EventKey, PayloadHash};
 use crate::store::claim::{Answers, in_request_order};
 use crate::store::{
-    ClaimAnswer, ClaimRequest, Claims, CommitError, Connection, Found, GRACE, HeldState, Isolation, Limits,
-    Next, Open, Outcome, Session, Store, StoreError, StoreErrorKind, Tx, answer,
+    ClaimAnswer, ClaimRequest, ClaimedAhead, Claims, CommitError, Connection, Found, GRACE, HeldState,
+    Isolation, Limits, Next, Open, Outcome, Session, Store, StoreError, StoreErrorKind, Tx, answer,
 };
 
 /// How often a claim is tried again when what stood in its way was gone before it could be read.
@@ -77,15 +77,19 @@ impl Store for PostgresStore {
         limits: &Limits,
     ) -> Result<Tx<'c, Postgres>, StoreError> {
         let patience = limits.patience();
-        if conn.limits.as_ref() == Some(limits) && conn.has_begun_ahead() {
+        if conn.limits.as_ref() == Some(limits) && conn.take_begun() {
             return Ok(Tx { conn, patience });
+        }
+        if conn.is_ahead() {
+            // It holds the claim of an event that is not worked on now.
+            self.rollback(conn).await?;
         }
         conn.must_be_clean()?;
         if !self.pooler && conn.limits.as_ref() != Some(limits) {
             let mut setup = limits_statement("SET", limits, conn.conn.server_version_num());
             if conn.limits.is_none() {
                 setup.push_str("; ");
-                setup.push_str(&self.sql.prepare_guard);
+                setup.push_str(&self.sql.prepare);
             }
             answer(
                 patience,
@@ -103,7 +107,7 @@ impl Store for PostgresStore {
         }
         // From here on it may have begun, whether or not anybody waits for the answer.
         conn.open = Some(Open {
-            ahead: false,
+            ahead: None,
             _writer: None,
         });
         answer(patience, send_begin(conn, begin))
@@ -118,60 +122,34 @@ impl Store for PostgresStore {
         requests: &[ClaimRequest<'_>],
         outcome: Outcome,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
-        // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
-        let mut asked = HashSet::with_capacity(requests.len());
-        let mut pending: Vec<&ClaimRequest<'_>> = Vec::with_capacity(requests.len());
-        pending.extend(requests.iter().filter(|r| asked.insert(r.question())));
-        pending.sort_by_key(|r| r.key);
+        self.claim_after(tx, requests, outcome, None).await
+    }
 
-        let mut answers = Answers::with_capacity(pending.len());
-        let mut claims = Claims {
-            keys: Vec::with_capacity(pending.len()),
-            mark: None,
-            outcome,
-            held: requests.iter().any(|request| request.own.is_some()),
+    async fn claimed_ahead<'c>(
+        &self,
+        conn: &'c mut Connection<Postgres>,
+        limits: &Limits,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+    ) -> Result<Option<ClaimedAhead<'c, Postgres>>, StoreError> {
+        let [request] = requests else { return Ok(None) };
+        if outcome != Outcome::Processed || conn.limits.as_ref() != Some(limits) {
+            return Ok(None);
+        }
+        let Some(inserted) = conn.take_claimed(request) else {
+            return Ok(None);
         };
-        for round in 0..MOVED {
-            // First, what has no held row at all. What has one of another payload may run as well, and
-            // its commit finishes that row.
-            let any = round == 0;
-            let inserted = answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
-                .await
-                .map_err(classify_claim)?;
-            for (question, xid) in inserted {
-                answers.insert(question, ClaimAnswer::New);
-                claims.keys.push(question.0);
-                claims.mark = Some(xid);
-                claims.held |= !any;
-            }
-            pending.retain(|r| !answers.contains_key(&r.question()));
-            if pending.is_empty() {
-                break;
-            }
-            let there = answer(tx.patience, read(&self.sql, tx, &pending))
-                .await
-                .map_err(classify_claim)?;
-            for (question, found) in there {
-                let request = pending.iter().find(|r| r.question() == question);
-                if let Some(answer) = request.and_then(|r| found.answer(r)) {
-                    answers.insert(question, answer);
-                }
-            }
-            pending.retain(|r| !answers.contains_key(&r.question()));
-            if pending.is_empty() {
-                break;
-            }
-        }
-        if let Some(request) = pending.first() {
-            return Err(StoreError::new(
-                StoreErrorKind::Busy,
-                format!(
-                    "event {} kept moving between claim and inbox",
-                    request.identity.id
-                ),
-            ));
-        }
-        Ok((in_request_order(requests, &answers, outcome), claims))
+        let inserted = inserted.map_err(classify_claim)?;
+        let patience = limits.patience();
+        let mut tx = Tx { conn, patience };
+        let inserted = inserted
+            .into_iter()
+            .map(|xid| (request.question(), xid))
+            .collect();
+        let (answers, claims) = self
+            .claim_after(&mut tx, requests, outcome, Some(inserted))
+            .await?;
+        Ok(Some((tx, answers, claims)))
     }
 
     async fn is_committed(&self, claims: &Claims) -> bool {
@@ -183,7 +161,7 @@ impl Store for PostgresStore {
         }
     }
 
-    async fn commit(&self, tx: Tx<'_, Postgres>, claims: Claims, next: Next) -> Result<(), CommitError> {
+    async fn commit(&self, tx: Tx<'_, Postgres>, claims: Claims, next: Next<'_>) -> Result<(), CommitError> {
         self.commit_behind_guard(tx, claims, next).await
     }
 
@@ -250,6 +228,74 @@ impl Store for PostgresStore {
             .execute(conn)
             .await?;
         Ok(done.rows_affected() == 1)
+    }
+}
+
+impl PostgresStore {
+    /// Claims; `inserted` is what the first insert has come to, where it was sent ahead.
+    async fn claim_after(
+        &self,
+        tx: &mut Tx<'_, Postgres>,
+        requests: &[ClaimRequest<'_>],
+        outcome: Outcome,
+        mut inserted: Option<Vec<(Question, String)>>,
+    ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
+        // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
+        let mut asked = HashSet::with_capacity(requests.len());
+        let mut pending: Vec<_> = requests.iter().filter(|r| asked.insert(r.question())).collect();
+        pending.sort_by_key(|r| r.key);
+
+        let mut answers = Answers::with_capacity(pending.len());
+        let mut claims = Claims {
+            keys: Vec::with_capacity(pending.len()),
+            mark: None,
+            outcome,
+            held: requests.iter().any(|request| request.own.is_some()),
+        };
+        for round in 0..MOVED {
+            // First, what has no held row at all. What has one of another payload may run as well, and
+            // its commit finishes that row.
+            let any = round == 0;
+            let inserted = match inserted.take() {
+                Some(inserted) => inserted,
+                None => answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
+                    .await
+                    .map_err(classify_claim)?,
+            };
+            for (question, xid) in inserted {
+                answers.insert(question, ClaimAnswer::New);
+                claims.keys.push(question.0);
+                claims.mark = Some(xid);
+                claims.held |= !any;
+            }
+            pending.retain(|r| !answers.contains_key(&r.question()));
+            if pending.is_empty() {
+                break;
+            }
+            let there = answer(tx.patience, read(&self.sql, tx, &pending))
+                .await
+                .map_err(classify_claim)?;
+            for (question, found) in there {
+                let request = pending.iter().find(|r| r.question() == question);
+                if let Some(answer) = request.and_then(|r| found.answer(r)) {
+                    answers.insert(question, answer);
+                }
+            }
+            pending.retain(|r| !answers.contains_key(&r.question()));
+            if pending.is_empty() {
+                break;
+            }
+        }
+        if let Some(request) = pending.first() {
+            return Err(StoreError::new(
+                StoreErrorKind::Busy,
+                format!(
+                    "event {} kept moving between claim and inbox",
+                    request.identity.id
+                ),
+            ));
+        }
+        Ok((in_request_order(requests, &answers, outcome), claims))
     }
 }
 

@@ -90,7 +90,7 @@ impl Store for SqliteStore {
         let begin = AssertSqlSafe(begin_statement(limits));
         // From here on it may have begun, whether or not anybody waits for the answer.
         conn.open = Some(Open {
-            ahead: false,
+            ahead: None,
             _writer: Some(writer),
         });
         if let Err(e) = send_begin(conn, begin).await {
@@ -151,7 +151,7 @@ impl Store for SqliteStore {
         false
     }
 
-    async fn commit(&self, tx: Tx<'_, Sqlite>, claims: Claims, _next: Next) -> Result<(), CommitError> {
+    async fn commit(&self, tx: Tx<'_, Sqlite>, claims: Claims, _next: Next<'_>) -> Result<(), CommitError> {
         self.commit_behind_guard(tx, claims).await
     }
 
