@@ -1,9 +1,9 @@
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use super::SchemaName;
+use crate::event::EventKey;
 use crate::store::{ClaimRequest, Claims};
 
 /// Every statement of the store, with the schema's name in its place. Built once; the name is a
@@ -100,13 +100,13 @@ INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, p
 VALUES ($1, 'once', $2, $3, $4, '', 'processed')
     ON CONFLICT (event_key) DO NOTHING";
 
-/// The last statement before COMMIT, sent with it. `$1` the claims' xid, `$2` their keys. It raises an
+/// The last statement before COMMIT, sent with it. `$1` the claims' xid, `$2` their keys or only one. It raises an
 /// error unless the transaction is the claims' own and has no held row that is not finished: a word
 /// that is no number, and says which. Under READ COMMITTED the snapshot is fresh, so it sees what
 /// was held after the claim.
 const GUARD: &str = "
 SELECT (CASE WHEN pg_current_xact_id_if_assigned() IS DISTINCT FROM $1 THEN 'onlyonce: not ours'
-             WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($2) AND state IN {unfinished})
+             WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = {keys} AND state IN {unfinished})
              THEN 'onlyonce: held'
              ELSE '1' END)::int";
 
@@ -269,6 +269,9 @@ impl Sql {
                 .replace("{s}", &schema.quoted())
                 .replace("{unfinished}", UNFINISHED)
         };
+        let guard = GUARD.replace("{keys}", "ANY ($2)");
+        // One key, without an array to build and to take apart.
+        let guard_one = GUARD.replace("{keys}", "$2");
         let sql = |template: &str| AssertSqlSafe(Arc::<str>::from(text(template))).into_sql_str();
         Self {
             session: sql(SESSION),
@@ -278,10 +281,11 @@ impl Sql {
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),
             prepare: text(&format!(
-                "PREPARE onlyonce_guard (xid8, uuid[]) AS {GUARD};
+                "PREPARE onlyonce_guard (xid8, uuid[]) AS {guard};
+                 PREPARE onlyonce_guard_one (xid8, uuid) AS {guard_one};
                  PREPARE onlyonce_claim (uuid, bytea, bytea, bytea, bytea) AS {CLAIM_AHEAD}"
             )),
-            guard: text(GUARD),
+            guard: text(&guard),
             finish: sql(FINISH),
             park_claim: sql(PARK_CLAIM),
             park_insert: sql(PARK_INSERT),
@@ -304,24 +308,39 @@ impl Sql {
     pub(super) fn guard_and_commit(&self, claims: &Claims, pooler: bool) -> String {
         let xid = claims.mark.as_deref().unwrap_or_default();
         debug_assert!(xid.bytes().all(|byte| byte.is_ascii_digit()));
-        let mut keys = String::with_capacity(claims.keys.len() * 37 + 12);
-        for key in &claims.keys {
-            let separator = if keys.is_empty() { "'{" } else { "," };
-            let _ = write!(keys, "{separator}{}", key.as_uuid());
-        }
-        keys.push_str("}'");
+        // With room for what may follow.
+        let mut message = String::with_capacity(512);
         if pooler {
-            let guard = self
-                .guard
-                .replace("$1", &format!("'{xid}'::xid8"))
-                .replace("$2", &format!("{keys}::uuid[]"));
-            return format!("{guard}; COMMIT");
+            let guard = self.guard.replace("$1", &format!("'{xid}'::xid8"));
+            message.push_str(&guard.replace("$2", &format!("'{}'::uuid[]", array(&claims.keys))));
+        } else if let [key] = claims.keys.as_slice() {
+            message.extend(["EXECUTE onlyonce_guard_one('", xid, "', '"]);
+            push_hex(&mut message, key.as_uuid().as_bytes());
+            message.push_str("')");
+        } else {
+            let keys = array(&claims.keys);
+            message.extend(["EXECUTE onlyonce_guard('", xid, "', '", &keys, "')"]);
         }
-        format!("EXECUTE onlyonce_guard('{xid}', {keys}); COMMIT")
+        message.push_str("; COMMIT");
+        message
     }
 }
 
-/// Adds the claim of an event's to a message, all of it in hexadecimal digits. (`E''` means the same
+/// Keys as the text of an array.
+fn array(keys: &[EventKey]) -> String {
+    let mut array = String::with_capacity(keys.len() * 33 + 2);
+    array.push('{');
+    for (index, key) in keys.iter().enumerate() {
+        if index > 0 {
+            array.push(',');
+        }
+        push_hex(&mut array, key.as_uuid().as_bytes());
+    }
+    array.push('}');
+    array
+}
+
+/// Adds an event's claim to a message, all of it in hexadecimal digits. (`E''` means the same
 /// whatever a database makes of a backslash by default.)
 pub(super) fn push_claim(message: &mut String, request: &ClaimRequest<'_>) {
     let (key, identity) = (request.key.as_uuid(), request.identity);

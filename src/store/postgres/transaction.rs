@@ -122,7 +122,7 @@ impl Store for PostgresStore {
         requests: &[ClaimRequest<'_>],
         outcome: Outcome,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
-        self.claim_after(tx, requests, outcome, None).await
+        self.claim_all(tx, requests, outcome, false).await
     }
 
     async fn claimed_ahead<'c>(
@@ -142,13 +142,18 @@ impl Store for PostgresStore {
         let inserted = inserted.map_err(classify_claim)?;
         let patience = limits.patience();
         let mut tx = Tx { conn, patience };
-        let inserted = inserted
-            .into_iter()
-            .map(|xid| (request.question(), xid))
-            .collect();
-        let (answers, claims) = self
-            .claim_after(&mut tx, requests, outcome, Some(inserted))
-            .await?;
+        let (answers, claims) = match inserted {
+            Some(xid) => {
+                let claims = Claims {
+                    keys: vec![request.key],
+                    mark: Some(xid),
+                    outcome,
+                    held: false,
+                };
+                (vec![ClaimAnswer::New], claims)
+            }
+            None => self.claim_all(&mut tx, requests, outcome, true).await?,
+        };
         Ok(Some((tx, answers, claims)))
     }
 
@@ -232,13 +237,13 @@ impl Store for PostgresStore {
 }
 
 impl PostgresStore {
-    /// Claims; `inserted` is what the first insert has come to, where it was sent ahead.
-    async fn claim_after(
+    /// Claims. `tried`: the first insert was sent ahead, and inserted nothing.
+    async fn claim_all(
         &self,
         tx: &mut Tx<'_, Postgres>,
         requests: &[ClaimRequest<'_>],
         outcome: Outcome,
-        mut inserted: Option<Vec<(Question, String)>>,
+        tried: bool,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
         // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
         let mut asked = HashSet::with_capacity(requests.len());
@@ -256,11 +261,12 @@ impl PostgresStore {
             // First, what has no held row at all. What has one of another payload may run as well, and
             // its commit finishes that row.
             let any = round == 0;
-            let inserted = match inserted.take() {
-                Some(inserted) => inserted,
-                None => answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
+            let inserted = if tried && round == 0 {
+                Vec::new()
+            } else {
+                answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
                     .await
-                    .map_err(classify_claim)?,
+                    .map_err(classify_claim)?
             };
             for (question, xid) in inserted {
                 answers.insert(question, ClaimAnswer::New);
