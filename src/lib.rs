@@ -45,6 +45,8 @@ mod delay;
 pub mod event;
 pub mod handler;
 pub mod inbox;
+pub mod outbox;
+pub mod publisher;
 mod reason;
 pub mod source;
 pub mod store;

@@ -70,3 +70,66 @@ CREATE INDEX inbox_dead ON onlyonce.inbox (consumer, id) WHERE state = 'dead';
 
 -- Rows come and go: vacuum by count, not by a share of a table that once was large.
 ALTER TABLE onlyonce.inbox SET (autovacuum_vacuum_scale_factor = 0.0, autovacuum_vacuum_threshold = 5000);
+
+-- Outgoing events, written in the transactions that cause them. A relay deletes what the broker has confirmed.
+CREATE TABLE onlyonce.outbox (
+    -- Without a cache: in the order in which one session writes, ids ascend.
+    id              bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    relay           text COLLATE "C" NOT NULL,
+    event_id        text COLLATE "C" NOT NULL,
+    source          text COLLATE "C" NOT NULL,
+    -- publisher:address
+    destination     text COLLATE "C" NOT NULL,
+    ordering_key    bytea,
+    -- The first 16 bytes of SHA-256 over destination and key: what rows are ordered by. NULL without a key.
+    key_hash        bytea,
+    -- The first byte of SHA-256 over the key, modulo 64; random without a key.
+    lane            smallint NOT NULL,
+    event_type      text COLLATE "C",
+    -- NULL is a null payload (a tombstone).
+    payload         bytea,
+    content_type    text,
+    headers         bytea NOT NULL,
+    -- CloudEvents attributes beside id, source, type, time and content type.
+    attributes      bytea NOT NULL,
+    -- binary, structured
+    mode            text COLLATE "C" NOT NULL,
+    traceparent     text,
+    created_at      timestamptz NOT NULL DEFAULT now(),
+    -- NULL is at once.
+    send_at         timestamptz,
+    attempts        integer NOT NULL DEFAULT 0,
+    next_attempt_at timestamptz,
+    last_error      text,
+    parked_at       timestamptz,
+    replays         integer NOT NULL DEFAULT 0,
+    -- Only where sent rows are kept for a while.
+    sent_at         timestamptz
+);
+CREATE INDEX outbox_due ON onlyonce.outbox (relay, lane, id) WHERE sent_at IS NULL AND parked_at IS NULL;
+-- What may stand in the way of later rows of its key.
+CREATE INDEX outbox_waiting ON onlyonce.outbox (key_hash, id)
+    WHERE sent_at IS NULL AND (parked_at IS NOT NULL OR next_attempt_at IS NOT NULL OR send_at IS NOT NULL);
+CREATE INDEX outbox_parked ON onlyonce.outbox (relay, id) WHERE parked_at IS NOT NULL;
+CREATE INDEX outbox_sent ON onlyonce.outbox (relay, sent_at) WHERE sent_at IS NOT NULL;
+ALTER TABLE onlyonce.outbox SET (autovacuum_vacuum_scale_factor = 0.0, autovacuum_vacuum_threshold = 5000,
+    autovacuum_vacuum_insert_scale_factor = 0.0, autovacuum_vacuum_insert_threshold = 50000);
+
+-- Who publishes the rows of a lane, and until when.
+CREATE TABLE onlyonce.outbox_lanes (
+    relay        text COLLATE "C" NOT NULL,
+    lane         smallint NOT NULL,
+    owner        uuid,
+    -- Raised with every change of owner.
+    fence        bigint NOT NULL DEFAULT 0,
+    leased_until timestamptz NOT NULL DEFAULT '-infinity',
+    PRIMARY KEY (relay, lane)
+);
+
+-- The instances of each relay that share its lanes.
+CREATE TABLE onlyonce.outbox_relays (
+    relay       text COLLATE "C" NOT NULL,
+    owner       uuid NOT NULL,
+    alive_until timestamptz NOT NULL,
+    PRIMARY KEY (relay, owner)
+);

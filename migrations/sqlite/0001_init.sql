@@ -75,3 +75,62 @@ CREATE UNIQUE INDEX onlyonce_inbox_unfinished ON onlyonce_inbox (event_key)
 CREATE INDEX onlyonce_inbox_due ON onlyonce_inbox (consumer, COALESCE(leased_until, run_at))
     WHERE state IN ('ready', 'running');
 CREATE INDEX onlyonce_inbox_dead ON onlyonce_inbox (consumer, id) WHERE state = 'dead';
+
+-- Outgoing events, written in the transactions that cause them. A relay deletes what the broker has confirmed.
+CREATE TABLE onlyonce_outbox (
+    id              INTEGER PRIMARY KEY AUTOINCREMENT,
+    relay           TEXT NOT NULL,
+    event_id        TEXT NOT NULL,
+    source          TEXT NOT NULL,
+    -- publisher:address
+    destination     TEXT NOT NULL,
+    ordering_key    BLOB,
+    -- The first 16 bytes of SHA-256 over destination and key: what rows are ordered by. NULL without a key.
+    key_hash        BLOB,
+    -- The first byte of SHA-256 over the key, modulo 64; random without a key.
+    lane            INTEGER NOT NULL,
+    event_type      TEXT,
+    -- NULL is a null payload (a tombstone).
+    payload         BLOB,
+    content_type    TEXT,
+    headers         BLOB NOT NULL,
+    -- CloudEvents attributes beside id, source, type, time and content type.
+    attributes      BLOB NOT NULL,
+    mode            TEXT NOT NULL CHECK (mode IN ('binary', 'structured')),
+    traceparent     TEXT,
+    created_at      INTEGER NOT NULL DEFAULT (CAST(unixepoch('subsec') * 1000000 AS INTEGER)),
+    -- NULL is at once.
+    send_at         INTEGER,
+    attempts        INTEGER NOT NULL DEFAULT 0,
+    next_attempt_at INTEGER,
+    last_error      TEXT,
+    parked_at       INTEGER,
+    replays         INTEGER NOT NULL DEFAULT 0,
+    -- Only where sent rows are kept for a while.
+    sent_at         INTEGER
+) STRICT;
+CREATE INDEX onlyonce_outbox_due ON onlyonce_outbox (relay, lane, id) WHERE sent_at IS NULL AND parked_at IS NULL;
+-- What may stand in the way of later rows of its key.
+CREATE INDEX onlyonce_outbox_waiting ON onlyonce_outbox (key_hash, id)
+    WHERE sent_at IS NULL AND (parked_at IS NOT NULL OR next_attempt_at IS NOT NULL OR send_at IS NOT NULL);
+CREATE INDEX onlyonce_outbox_parked ON onlyonce_outbox (relay, id) WHERE parked_at IS NOT NULL;
+CREATE INDEX onlyonce_outbox_sent ON onlyonce_outbox (relay, sent_at) WHERE sent_at IS NOT NULL;
+
+-- Who publishes the rows of a lane, and until when.
+CREATE TABLE onlyonce_outbox_lanes (
+    relay        TEXT NOT NULL,
+    lane         INTEGER NOT NULL,
+    owner        BLOB,
+    -- Raised with every change of owner.
+    fence        INTEGER NOT NULL DEFAULT 0,
+    leased_until INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (relay, lane)
+) STRICT, WITHOUT ROWID;
+
+-- The instances of each relay that share its lanes.
+CREATE TABLE onlyonce_outbox_relays (
+    relay       TEXT NOT NULL,
+    owner       BLOB NOT NULL,
+    alive_until INTEGER NOT NULL,
+    PRIMARY KEY (relay, owner)
+) STRICT, WITHOUT ROWID;

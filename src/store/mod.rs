@@ -9,6 +9,7 @@ mod claim;
 mod connection;
 mod error;
 mod held;
+mod outgoing;
 #[cfg(feature = "postgres")]
 pub mod postgres;
 #[cfg(feature = "sqlite")]
@@ -30,6 +31,9 @@ pub use connection::{Connection, Tx};
 pub(crate) use connection::{Open, Session, answer};
 pub use error::{CommitError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
+pub use outgoing::{
+    DueRequest, DueRow, HeldLane, LANES, OutgoingBacklog, OutgoingRow, Owner, ParkedRow, Refusal,
+};
 #[cfg(feature = "postgres")]
 pub use postgres::PostgresStore;
 #[cfg(feature = "sqlite")]
@@ -186,6 +190,61 @@ pub trait Inbox: Store {
 
     /// What waits for this consumer.
     async fn backlog(&self, consumer: &str) -> Result<Backlog, StoreError>;
+}
+
+/// Writes outgoing events with the work that causes them.
+#[async_trait]
+pub trait Outgoing: Store {
+    /// Writes rows in one statement, in this order: their ids ascend with it. They are there if and only if
+    /// the transaction on `conn` commits.
+    async fn write(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        rows: &[OutgoingRow],
+    ) -> Result<(), sqlx::Error>;
+
+    /// Up to `limit` rows of this relay that need a person, after row `after`, by id.
+    async fn parked(&self, relay: &str, after: i64, limit: usize) -> Result<Vec<ParkedRow>, StoreError>;
+
+    /// Makes parked rows due again, with no attempts: each is a replay of its event. Returns those that were parked.
+    async fn replay_parked(&self, relay: &str, ids: &[i64]) -> Result<Vec<i64>, StoreError>;
+
+    /// Deletes parked rows; their events are never sent. Returns those that were parked.
+    async fn discard_parked(&self, relay: &str, ids: &[i64]) -> Result<Vec<i64>, StoreError>;
+}
+
+/// What a relay asks of the outbox. All times are the database's clock; no statement of it is open
+/// while a broker is spoken to.
+#[async_trait]
+pub trait Relaying: Outgoing {
+    /// Says that this instance is alive, renews its lanes for `lease`, gives up those above its share of
+    /// ceil([`LANES`] / living instances), and takes free ones up to it. Returns all that it holds now.
+    async fn hold_lanes(
+        &self,
+        relay: &str,
+        owner: Owner,
+        lease: Duration,
+    ) -> Result<Vec<HeldLane>, StoreError>;
+
+    /// Gives up every lane of this instance, which is alive no more.
+    async fn give_up_lanes(&self, relay: &str, owner: Owner) -> Result<(), StoreError>;
+
+    /// Rows that may be published now, by id. A row behind an earlier one of its key that may not is not
+    /// among them.
+    async fn due(&self, request: &DueRequest<'_>) -> Result<Vec<DueRow>, StoreError>;
+
+    /// Deletes rows that the broker has confirmed, or keeps them as sent. Needs no lease: what is
+    /// confirmed is confirmed. Rows that are gone already are no error.
+    async fn mark_sent(&self, ids: &[i64], keep: bool) -> Result<(), StoreError>;
+
+    /// Writes down refusals. Fenced by each one's lane; returns those that were ours to write.
+    async fn mark_refused(&self, refusals: &[Refusal<'_>]) -> Result<Vec<i64>, StoreError>;
+
+    /// What waits for this relay.
+    async fn outgoing(&self, relay: &str) -> Result<OutgoingBacklog, StoreError>;
+
+    /// Deletes up to `limit` rows that were sent longer than `kept` ago. Returns how many.
+    async fn purge_sent(&self, relay: &str, kept: Duration, limit: u32) -> Result<u64, StoreError>;
 }
 
 /// What runs beside the work: the schema and retention.
