@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures_util::FutureExt as _;
-use onlyonce::testing::{deliver, event};
+use onlyonce::testing::{Broker, deliver, event};
 use onlyonce::{HandlerError, RetryPolicy};
 use sqlx::{Connection as _, Database};
 
@@ -525,6 +525,56 @@ mod postgres_only {
             );
         }
         assert_eq!(bad_effects(&stage).await, 0);
+        stage.end().await;
+    }
+
+    /// Before the guard comes what finishes its row, and that gets the answer of the COPY.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_copy_that_a_held_event_did_not_wait_for_is_its_own_fault() {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        stage
+            .execute(
+                "CREATE TABLE {s}.copies (n int);
+                 CREATE FUNCTION {s}.slow() RETURNS trigger LANGUAGE plpgsql
+                     AS $$BEGIN PERFORM pg_sleep(0.3); RETURN NEW; END$$;
+                 CREATE TRIGGER slow BEFORE INSERT ON {s}.copies FOR EACH ROW EXECUTE FUNCTION {s}.slow()",
+                "",
+            )
+            .await;
+        let copy = format!("COPY {}.copies FROM STDIN", stage.schema);
+        let (handler, _) = Scripted::new(&stage, move |run, _| {
+            let copy = copy.clone();
+            Act::by(move |cx| {
+                Box::pin(async move {
+                    if run == 1 {
+                        return Err("held".into());
+                    }
+                    let conn: &mut PgConnection = cx.tx();
+                    let mut copy = conn.copy_in_raw(&copy).await?;
+                    copy.send(&b"7\n"[..]).await?;
+                    assert!(timeout(Duration::from_millis(50), copy.finish()).await.is_err());
+                    Ok(())
+                })
+            })
+        });
+        let broker = Broker::new();
+        broker.publish(event("bad", "x"));
+        let consumer = stage.consumer("c").handler(handler).source(broker.source());
+        let running = Running::start(consumer.retry(RetryPolicy::none().delays([Duration::ZERO])));
+        until("the letter", async || {
+            stage.held_of("bad").await.iter().any(|row| row.state == "dead")
+        })
+        .await;
+        running.stop().await;
+        let letters = stage.held_of("bad").await;
+        assert!(
+            letters[0].failures.contains("out_of_step"),
+            "{}",
+            letters[0].failures
+        );
+        assert_eq!(stage.number("SELECT count(*) FROM {s}.copies", "").await, 0);
         stage.end().await;
     }
 

@@ -37,11 +37,11 @@ impl PostgresStore {
         if claims.held
             && let Err(e) = answer(tx.patience, finish(&self.sql, &mut tx, &claims)).await
         {
-            return Err(self.refused(tx, claims, e).await);
+            return Err(self.refused(claims, "guarding", e).await);
         }
         let e = match self.guard_and_commit(&mut tx, &claims, next).await {
             Ok(()) => return Ok(()),
-            Err(Stopped::Guarding(e)) => return Err(self.refused(tx, claims, e).await),
+            Err(Stopped::Guarding(e)) => return Err(self.refused(claims, "guarding", e).await),
             Err(Stopped::OutOfStep) => return Err(CommitError::OutOfStep),
             Err(Stopped::Committing(e)) => e,
         };
@@ -107,9 +107,13 @@ impl PostgresStore {
     }
 
     /// What an error before COMMIT says about the transaction.
-    async fn refused(&self, mut tx: Tx<'_, Postgres>, claims: Claims, e: sqlx::Error) -> CommitError {
+    pub(super) async fn refused(&self, claims: Claims, doing: &str, e: sqlx::Error) -> CommitError {
         if says(&e, NOT_OURS) {
             return CommitError::Escaped(claims);
+        }
+        // An answer that fits no statement with values is the late one to a COPY of the handler's.
+        if matches!(e, sqlx::Error::Protocol(_)) {
+            return CommitError::OutOfStep;
         }
         if says(&e, HELD) {
             // It came after the claim; run again, the event is found held.
@@ -124,18 +128,16 @@ impl PostgresStore {
             Some(code) if code.starts_with("22") || code.starts_with("23") || is_of_copy(&e) => {
                 return CommitError::OutOfStep;
             }
-            // A session is read-only outside our transactions. If this error has aborted a transaction,
-            // the handler made that one read-only; if not, the statement ran in one of its own.
-            Some("25006") => answer(tx.patience, sqlx::query("SELECT 1").execute(&mut *tx))
-                .await
-                .is_err(),
-            _ => return CommitError::Store(classify("guarding", e)),
+            // A session is read-only outside our transactions, so this is another one, or none. (Ours can be
+            // made read-only, too; nobody can tell any more.)
+            Some("25006") => false,
+            _ => return CommitError::Store(classify(doing, e)),
         };
         // What is aborted may be another transaction, begun after the handler's own COMMIT.
         if !aborted || self.is_committed(&claims).await {
             CommitError::Escaped(claims)
         } else {
-            CommitError::Aborted(classify("guarding", e))
+            CommitError::Aborted(classify(doing, e))
         }
     }
 }
@@ -190,7 +192,7 @@ fn claimed(request: &ClaimRequest<'_>, inserted: Inserted) -> Ahead {
 /// Takes the answers that the handler did not wait for, so that their errors are not taken for the
 /// guard's. It costs nothing where there are none. (A hidden method of sqlx, and the only one that
 /// does not ask the server anything.)
-async fn hear_out(tx: &mut Tx<'_, Postgres>) -> Result<(), sqlx::Error> {
+pub(super) async fn hear_out(tx: &mut Tx<'_, Postgres>) -> Result<(), sqlx::Error> {
     let patience = tx.patience;
     let heard = async {
         loop {
@@ -204,19 +206,22 @@ async fn hear_out(tx: &mut Tx<'_, Postgres>) -> Result<(), sqlx::Error> {
 }
 
 /// Whether this is the guard's own error with this word in it.
-fn says(error: &sqlx::Error, word: &str) -> bool {
+pub(super) fn says(error: &sqlx::Error, word: &str) -> bool {
     error
         .as_database_error()
         .is_some_and(|e| e.message().contains(word))
 }
 
 /// sqlx does not count the answers of a COPY, and a dropped one is cancelled in what comes next.
-fn is_of_copy(error: &sqlx::Error) -> bool {
+pub(super) fn is_of_copy(error: &sqlx::Error) -> bool {
     error
         .as_database_error()
         .and_then(|e| e.try_downcast_ref::<PgDatabaseError>())
-        .and_then(|e| e.file())
-        .is_some_and(|file| file.starts_with("copy"))
+        .is_some_and(|e| {
+            // Its own, or that of a value in a line of it.
+            e.file().is_some_and(|file| file.starts_with("copy"))
+                || e.r#where().is_some_and(|place| place.starts_with("COPY "))
+        })
 }
 
 /// Finishes the held rows of the claimed events; in a transaction that is not the claims' it finds none.
