@@ -28,9 +28,11 @@ async fn migrating_again_changes_nothing<S: TestStore>(stage: Stage<S>) {
 
 async fn many_may_migrate_at_once<S: TestStore>(stage: Stage<S>) {
     let drop = [
-        "DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.migrations",
+        "DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.outbox,
+                    {s}.outbox_lanes, {s}.outbox_relays, {s}.migrations",
         "DROP TABLE onlyonce_schema_version; DROP TABLE onlyonce_processed_events; DROP TABLE onlyonce_inbox;
-         DROP TABLE onlyonce_open_claims; DROP TABLE onlyonce_consumers; DROP TABLE onlyonce_migrations",
+         DROP TABLE onlyonce_open_claims; DROP TABLE onlyonce_consumers; DROP TABLE onlyonce_outbox;
+         DROP TABLE onlyonce_outbox_lanes; DROP TABLE onlyonce_outbox_relays; DROP TABLE onlyonce_migrations",
     ];
     stage.execute(drop[0], drop[1]).await;
     let mut tasks = tokio::task::JoinSet::new();
@@ -144,6 +146,27 @@ async fn what_is_missing_is_named_before_anything_is_taken() {
              ALTER TABLE {s}.processed_events ADD PRIMARY KEY (event_key, consumer)",
             "table processed_events has no unique index on event_key",
         ),
+        // Unique, but not by these two: a relay could not hold a lane of its own.
+        (
+            "ALTER TABLE {s}.outbox_lanes DROP CONSTRAINT outbox_lanes_pkey;
+             CREATE UNIQUE INDEX ON {s}.outbox_lanes (relay, lane, owner)",
+            "table outbox_lanes has no unique index on relay, lane",
+        ),
+        // Nor by what is made of a column.
+        (
+            "DROP INDEX {s}.inbox_unfinished;
+             CREATE UNIQUE INDEX ON {s}.inbox (event_key, (attempts + 1)) WHERE state IN ('ready', 'running', 'dead')",
+            "table inbox has no unique index on event_key",
+        ),
+        (
+            "ALTER TABLE {s}.outbox DROP CONSTRAINT outbox_pkey",
+            "table outbox has no unique index on id",
+        ),
+        (
+            "ALTER TABLE {s}.outbox DROP COLUMN traceparent",
+            "column outbox.traceparent (text) is missing",
+        ),
+        ("DROP TABLE {s}.outbox_relays", "column outbox_relays.relay (text) is missing"),
         ("DROP TABLE {s}.inbox", "column inbox.id (int8) is missing"),
         ("DROP TABLE {s}.schema_version", "run migrate()"),
     ] {
@@ -282,7 +305,8 @@ async fn the_applications_own_migrations_are_left_alone() {
          installed_on timestamptz NOT NULL DEFAULT now(), success boolean NOT NULL, checksum bytea NOT NULL,
          execution_time bigint NOT NULL);
          INSERT INTO {s}._sqlx_migrations VALUES (7, 'theirs', now(), true, 'x', 1);
-         DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.migrations";
+         DROP TABLE {s}.schema_version, {s}.processed_events, {s}.inbox, {s}.consumers, {s}.outbox,
+                    {s}.outbox_lanes, {s}.outbox_relays, {s}.migrations";
     stage.execute(theirs, "").await;
     let (_, url) = stage.role().await;
     stage

@@ -72,9 +72,56 @@ const COLUMNS: &[(&str, &[(&str, &str)])] = &[
             ("dead_at", "timestamptz"),
         ],
     ),
+    (
+        "outbox",
+        &[
+            ("id", "int8"),
+            ("relay", "text"),
+            ("event_id", "text"),
+            ("source", "text"),
+            ("destination", "text"),
+            ("ordering_key", "bytea"),
+            ("key_hash", "bytea"),
+            ("lane", "int2"),
+            ("event_type", "text"),
+            ("payload", "bytea"),
+            ("content_type", "text"),
+            ("headers", "bytea"),
+            ("attributes", "bytea"),
+            ("mode", "text"),
+            ("traceparent", "text"),
+            ("created_at", "timestamptz"),
+            ("send_at", "timestamptz"),
+            ("attempts", "int4"),
+            ("next_attempt_at", "timestamptz"),
+            ("last_error", "text"),
+            ("parked_at", "timestamptz"),
+            ("replays", "int4"),
+            ("sent_at", "timestamptz"),
+        ],
+    ),
+    (
+        "outbox_lanes",
+        &[
+            ("relay", "text"),
+            ("lane", "int2"),
+            ("owner", "uuid"),
+            ("fence", "int8"),
+            ("leased_until", "timestamptz"),
+        ],
+    ),
+    (
+        "outbox_relays",
+        &[
+            ("relay", "text"),
+            ("owner", "uuid"),
+            ("alive_until", "timestamptz"),
+        ],
+    ),
 ];
 
-/// Without these two, an event could be processed twice or held twice: their absence is fatal.
+/// Without these, an event could be processed twice, held twice, or published out of order: their absence
+/// is fatal.
 const UNIQUE: &[(&str, &str, Option<&str>)] = &[
     ("processed_events", "event_key", None),
     (
@@ -82,6 +129,9 @@ const UNIQUE: &[(&str, &str, Option<&str>)] = &[
         "event_key",
         Some("state = ANY (ARRAY['ready'::text, 'running'::text, 'dead'::text])"),
     ),
+    ("outbox", "id", None),
+    ("outbox_lanes", "relay, lane", None),
+    ("outbox_relays", "relay, owner", None),
 ];
 
 #[async_trait]
@@ -331,31 +381,35 @@ impl PostgresStore {
 
     async fn check_unique(&self) -> Result<(), StoreError> {
         let indexes = sqlx::query(
-            "SELECT c.relname::text, a.attname::text, pg_get_expr(i.indpred, i.indrelid)
+            "SELECT c.relname::text,
+                    (SELECT string_agg(COALESCE(a.attname::text, '()'), ', ' ORDER BY k.n)
+                       FROM unnest(i.indkey::int2[]) WITH ORDINALITY AS k (attnum, n)
+                       LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = k.attnum
+                      WHERE k.n <= i.indnkeyatts),
+                    pg_get_expr(i.indpred, i.indrelid)
                FROM pg_index i
                JOIN pg_class c ON c.oid = i.indrelid
                JOIN pg_namespace n ON n.oid = c.relnamespace
-               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
-              WHERE n.nspname = $1 AND i.indisunique AND i.indisvalid AND i.indimmediate AND i.indnkeyatts = 1",
+              WHERE n.nspname = $1 AND i.indisunique AND i.indisvalid AND i.indimmediate",
         )
         .bind(self.schema.as_str().to_owned());
         let rows = self.rows("checking the schema", indexes).await?;
         let rows = rows
             .iter()
-            .map(<(String, String, Option<String>)>::from_row)
+            .map(<(String, Option<String>, Option<String>)>::from_row)
             .collect::<Result<Vec<_>, _>>()
             .map_err(|e| classify("checking the schema", e))?;
         for (table, column, predicate) in UNIQUE {
-            let matches = |(t, c, p): &(String, String, Option<String>)| {
-                t == table && c == column && p.as_deref().map(plain) == predicate.map(plain)
+            let matches = |(t, c, p): &(String, Option<String>, Option<String>)| {
+                t == table && c.as_deref() == Some(*column) && p.as_deref().map(plain) == predicate.map(plain)
             };
             if !rows.iter().any(matches) {
                 let place = predicate.map_or(String::new(), |_| {
                     " WHERE state IN ('ready', 'running', 'dead')".into()
                 });
                 return Err(misconfigured(format!(
-                    "table {table} has no unique index on {column}{place}, so events could be applied twice \
-                     (CREATE UNIQUE INDEX ON {}.{table} ({column}){place})",
+                    "table {table} has no unique index on {column}{place}, so events could be applied twice or \
+                     sent out of order (CREATE UNIQUE INDEX ON {}.{table} ({column}){place})",
                     self.schema.quoted()
                 )));
             }

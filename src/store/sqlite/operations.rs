@@ -76,9 +76,52 @@ const COLUMNS: &[(&str, &[(&str, &str)])] = &[
             ("dead_at", "INTEGER"),
         ],
     ),
+    (
+        "onlyonce_outbox",
+        &[
+            ("id", "INTEGER"),
+            ("relay", "TEXT"),
+            ("event_id", "TEXT"),
+            ("source", "TEXT"),
+            ("destination", "TEXT"),
+            ("ordering_key", "BLOB"),
+            ("key_hash", "BLOB"),
+            ("lane", "INTEGER"),
+            ("event_type", "TEXT"),
+            ("payload", "BLOB"),
+            ("content_type", "TEXT"),
+            ("headers", "BLOB"),
+            ("attributes", "BLOB"),
+            ("mode", "TEXT"),
+            ("traceparent", "TEXT"),
+            ("created_at", "INTEGER"),
+            ("send_at", "INTEGER"),
+            ("attempts", "INTEGER"),
+            ("next_attempt_at", "INTEGER"),
+            ("last_error", "TEXT"),
+            ("parked_at", "INTEGER"),
+            ("replays", "INTEGER"),
+            ("sent_at", "INTEGER"),
+        ],
+    ),
+    (
+        "onlyonce_outbox_lanes",
+        &[
+            ("relay", "TEXT"),
+            ("lane", "INTEGER"),
+            ("owner", "BLOB"),
+            ("fence", "INTEGER"),
+            ("leased_until", "INTEGER"),
+        ],
+    ),
+    (
+        "onlyonce_outbox_relays",
+        &[("relay", "TEXT"), ("owner", "BLOB"), ("alive_until", "INTEGER")],
+    ),
 ];
 
-/// Without these two, an event could be processed twice or held twice: their absence is fatal.
+/// Without these, an event could be processed twice, held twice, or published out of order: their absence
+/// is fatal.
 const UNIQUE: &[(&str, &str, Option<&str>)] = &[
     ("onlyonce_processed_events", "event_key", None),
     (
@@ -86,6 +129,8 @@ const UNIQUE: &[(&str, &str, Option<&str>)] = &[
         "event_key",
         Some("state IN ('ready', 'running', 'dead')"),
     ),
+    ("onlyonce_outbox_lanes", "relay,lane", None),
+    ("onlyonce_outbox_relays", "relay,owner", None),
 ];
 
 #[async_trait]
@@ -316,8 +361,9 @@ impl SqliteStore {
             if !rows.iter().any(matches) {
                 let place = predicate.map_or(String::new(), |p| format!(" WHERE {p}"));
                 return Err(misconfigured(format!(
-                    "table {table} has no unique index on {column}{place}, so events could be applied twice \
-                     (CREATE UNIQUE INDEX {table}_{column} ON {table} ({column}){place})"
+                    "table {table} has no unique index on {column}{place}, so events could be applied twice or \
+                     sent out of order (CREATE UNIQUE INDEX {table}_{} ON {table} ({column}){place})",
+                    column.replace(',', "_")
                 )));
             }
         }

@@ -95,6 +95,17 @@ async fn check_names_what_is_missing_or_wrong_and_how_to_repair_it() {
             ],
         ),
         (
+            rebuilt("traceparent     TEXT", "tracing TEXT"),
+            &["onlyonce_outbox.traceparent is missing", "ADD COLUMN traceparent"],
+        ),
+        (
+            rebuilt("PRIMARY KEY (relay, lane)", "PRIMARY KEY (relay, lane, fence)"),
+            &[
+                "onlyonce_outbox_lanes has no unique index on relay,lane",
+                "CREATE UNIQUE INDEX onlyonce_outbox_lanes_relay_lane ON onlyonce_outbox_lanes (relay,lane)",
+            ],
+        ),
+        (
             rebuilt("CREATE UNIQUE INDEX", "CREATE INDEX"),
             &[
                 "onlyonce_inbox has no unique index on event_key WHERE state IN",
