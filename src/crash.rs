@@ -12,6 +12,8 @@ pub enum CrashPoint {
     Claimed,
     /// The handler has returned; nothing is committed.
     Handled,
+    /// What the handler sent is written; nothing is committed.
+    Recorded,
     /// The commit is durable; nothing is acked.
     Committed,
     /// The settlements are on their way to the source, which has not seen them.
@@ -24,10 +26,11 @@ pub enum CrashPoint {
 
 impl CrashPoint {
     /// All of them, in the order of the story.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Received,
         Self::Claimed,
         Self::Handled,
+        Self::Recorded,
         Self::Committed,
         Self::Settling,
         Self::RolledBack,
@@ -40,6 +43,7 @@ impl CrashPoint {
             Self::Received => "received",
             Self::Claimed => "claimed",
             Self::Handled => "handled",
+            Self::Recorded => "recorded",
             Self::Committed => "committed",
             Self::Settling => "settling",
             Self::RolledBack => "rolled_back",

@@ -30,8 +30,8 @@
 //! ```
 //!
 //! Read next: [`guide::handlers`] for what a handler may do, [`guide::identity`] for how an event gets
-//! its name, [`guide::failures`] for what happens when it fails, [`guide::operations`] for running it,
-//! and the feature `testing` for tests of your own.
+//! its name, [`guide::failures`] for what happens when it fails, [`guide::outbox`] for events that a handler sends,
+//! [`guide::operations`] for running it, and the feature `testing` for tests of your own.
 
 // Without a database, what only stores use stands idle.
 #![cfg_attr(not(any(feature = "postgres", feature = "sqlite")), allow(dead_code))]
@@ -62,6 +62,7 @@ pub use event::{Event, IdentityRules, Json};
 pub use handler::{
     BatchContext, BatchHandler, Context, Handler, HandlerError, OnUnknown, Router, handler_fn,
 };
+pub use outbox::Outbox;
 pub use reason::Reason;
 pub use supervisor::Supervisor;
 
@@ -77,6 +78,11 @@ pub mod guide {
 
     #[doc = include_str!("../docs/failures.md")]
     pub mod failures {}
+
+    /// Outgoing events.
+    ///
+    #[cfg_attr(feature = "postgres", doc = include_str!("../docs/outbox.md"))]
+    pub mod outbox {}
 
     /// Running it.
     ///

@@ -16,8 +16,9 @@ use super::run::Shape;
 use crate::event::IdentityRules;
 use crate::handler::{BatchHandler, BatchRunner, Handler, HandlerRunner, Run};
 use crate::inbox::InboxSource;
+use crate::outbox::{Outbox, Record};
 use crate::source::{Plan, Source};
-use crate::store::{Inbox, Isolation, Limits, Operations, Store};
+use crate::store::{Inbox, Isolation, Limits, Operations, Outgoing, Store};
 
 /// Connections that are kept for what must go on while all lanes are busy.
 const RESERVE: u32 = 2;
@@ -31,6 +32,7 @@ pub struct ConsumerBuilder<S: Store> {
     handler: Option<Arc<dyn Run<S::Db>>>,
     /// The handler takes all events of a transaction at once.
     handles_batches: bool,
+    outbox: Option<Outbox<S>>,
     identity: IdentityRules,
     policy: RetryPolicy,
     ordering: Option<Ordering>,
@@ -53,7 +55,7 @@ pub struct ConsumerBuilder<S: Store> {
     crash: Option<crate::crash::Plan>,
 }
 
-impl<S: Inbox + Operations> Consumer<S> {
+impl<S: Inbox + Outgoing + Operations> Consumer<S> {
     /// Begins a consumer of this name. The name is part of every deduplication key: it is required,
     /// and must stay the same over releases and be the same on every instance.
     pub fn builder(name: impl Into<String>, store: S) -> ConsumerBuilder<S> {
@@ -61,7 +63,7 @@ impl<S: Inbox + Operations> Consumer<S> {
     }
 }
 
-impl<S: Inbox + Operations> ConsumerBuilder<S> {
+impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
     fn new(name: String, store: S) -> Self {
         Self {
             name,
@@ -69,6 +71,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             source: None,
             handler: None,
             handles_batches: false,
+            outbox: None,
             identity: IdentityRules::auto(),
             policy: RetryPolicy::default(),
             ordering: None,
@@ -109,6 +112,13 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
     pub fn batch_handler(mut self, handler: impl BatchHandler<S::Db>) -> Self {
         self.handler = Some(Arc::new(BatchRunner::new(handler)));
         self.handles_batches = true;
+        self
+    }
+
+    /// Where the events that handlers send are written, with its relay, source and limits. Default: an
+    /// outbox of the same store for the relay `default`. Its source, if it has none, is this consumer's name.
+    pub fn outbox(mut self, outbox: Outbox<S>) -> Self {
+        self.outbox = Some(outbox);
         self
     }
 
@@ -271,6 +281,12 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         let mut problems = Problems::default();
         let day = Duration::from_secs(86_400);
         problems.name(&self.name);
+        // A name that is wrong is said once.
+        let source = if problems.0.is_empty() { &self.name } else { "name" };
+        let outbox = self
+            .outbox
+            .unwrap_or_else(|| Outbox::new(self.store.clone()))
+            .or_source(source);
         let lanes = self
             .lanes
             .unwrap_or_else(|| self.store.max_useful_lanes().unwrap_or(8));
@@ -324,6 +340,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
         if let Err(problem) = self.policy.check() {
             problems.add(problem);
         }
+        problems.outbox(&outbox, &self.store);
         if self.source.is_none() {
             problems.add("source is not set (where the events come from)".into());
         }
@@ -341,6 +358,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
             return Err(BuildError(problems.0));
         };
         let handles_batches = self.handles_batches;
+        let outbox: Arc<dyn Record<S::Db>> = Arc::new(outbox);
 
         let capabilities = source.capabilities();
         let ordering = self.ordering.unwrap_or(if capabilities.ordered {
@@ -368,6 +386,7 @@ impl<S: Inbox + Operations> ConsumerBuilder<S> {
                 system,
                 store: self.store.clone(),
                 handler: handler.clone(),
+                outbox: outbox.clone(),
                 identity: self.identity.clone(),
                 policy: self.policy.clone(),
                 ordering,
@@ -478,6 +497,15 @@ impl Problems {
             self.add(format!("{field} is {value:?} (at least {min:?})"));
         } else if value > max {
             self.add(format!("{field} is {value:?} (at most {max:?})"));
+        }
+    }
+
+    /// Rows are written in the handler's transaction, whatever store the outbox was made with.
+    fn outbox<S: Store>(&mut self, outbox: &Outbox<S>, store: &S) {
+        let of_outbox = |problem| format!("outbox: {problem}");
+        self.0.extend(outbox.problems().into_iter().map(of_outbox));
+        if outbox.store().pool_id() != store.pool_id() {
+            self.add("outbox is of another store (it has to be of the consumer's own)".into());
         }
     }
 

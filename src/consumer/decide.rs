@@ -1,5 +1,6 @@
 //! What to do about a failure: pure, no clock, no I/O. `recover.rs` acts on it.
 
+use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::policy::{Ordering, Retry, RetryPolicy};
@@ -7,7 +8,7 @@ use crate::delay::spread;
 use crate::event::EventKey;
 use crate::handler::{FailureKind, Fault};
 use crate::reason::Reason;
-use crate::store::{CommitError, StoreError, StoreErrorKind};
+use crate::store::{Claims, CommitError, OutgoingRow, StoreError, StoreErrorKind};
 
 /// How one run of an event ended without its commit.
 #[derive(Debug)]
@@ -28,8 +29,13 @@ pub(crate) enum Failure {
     Refused(String),
     /// The handler left its connection in the middle of something.
     OutOfStep,
-    /// The handler ended our transaction by itself; part of its work may stand. These were claimed in it.
-    Escaped(Vec<EventKey>),
+    /// The handler ended our transaction by itself; part of its work may stand.
+    Escaped {
+        /// What was claimed in it.
+        claimed: Vec<EventKey>,
+        /// What happened, and what was to be sent.
+        error: String,
+    },
     /// A statement of ours lost against another transaction.
     Contention(String),
     /// A copy of the event is running elsewhere for longer than we wait.
@@ -102,7 +108,7 @@ pub(crate) fn is_attempt(failure: &Failure, counts: &Counts, policy: &RetryPolic
         | Failure::Aborted(_)
         | Failure::Refused(_)
         | Failure::OutOfStep
-        | Failure::Escaped(_) => true,
+        | Failure::Escaped { .. } => true,
         Failure::Contention(_)
         | Failure::Busy(_)
         | Failure::Unavailable(_)
@@ -137,7 +143,7 @@ pub(crate) fn decide(
         } => Decision::Dead {
             reason: Reason::UnknownEventType,
         },
-        Failure::Escaped(_) => Decision::Dead {
+        Failure::Escaped { .. } => Decision::Dead {
             reason: Reason::TransactionEscaped,
         },
         Failure::Handler {
@@ -212,7 +218,10 @@ impl Failure {
     /// must not be done again; everything else was rolled back, and the event is run on its own.
     pub(crate) fn of_one(&self, key: EventKey) -> Option<Self> {
         match self {
-            Self::Escaped(claimed) if claimed.contains(&key) => Some(Self::Escaped(vec![key])),
+            Self::Escaped { claimed, error } if claimed.contains(&key) => Some(Self::Escaped {
+                claimed: vec![key],
+                error: error.clone(),
+            }),
             _ => None,
         }
     }
@@ -223,7 +232,7 @@ impl Failure {
             self,
             Self::Timeout(_)
                 | Self::Stopped
-                | Self::Escaped(_)
+                | Self::Escaped { .. }
                 | Self::OutOfStep
                 | Self::Unavailable(_)
                 | Self::UnknownCommit(_)
@@ -267,7 +276,7 @@ impl Failure {
             Self::Aborted(_) => "transaction_aborted",
             Self::Refused(_) => "commit_refused",
             Self::OutOfStep => "out_of_step",
-            Self::Escaped(_) => "transaction_escaped",
+            Self::Escaped { .. } => "transaction_escaped",
             Self::Busy(_) => "busy",
             Self::Unavailable(_) => "unavailable",
             Self::UnknownCommit(_) => "commit_unknown",
@@ -278,7 +287,7 @@ impl Failure {
     /// What went wrong, in words.
     pub(crate) fn text(&self) -> &str {
         match self {
-            Self::Handler { error, .. } => error,
+            Self::Handler { error, .. } | Self::Escaped { error, .. } => error,
             Self::Panic(text)
             | Self::Timeout(text)
             | Self::Aborted(text)
@@ -287,10 +296,6 @@ impl Failure {
             | Self::Busy(text)
             | Self::Unavailable(text)
             | Self::UnknownCommit(text) => text,
-            Self::Escaped(_) => {
-                "the handler ended the framework's transaction itself (COMMIT or ROLLBACK through cx.tx()); part of its \
-                 work may stand"
-            }
             Self::OutOfStep => {
                 "the handler left its connection in the middle of a COPY (wait for finish() or abort(), also when time is up)"
             }
@@ -313,18 +318,49 @@ impl From<StoreError> for Failure {
     }
 }
 
-impl From<CommitError> for Failure {
-    fn from(error: CommitError) -> Self {
+impl Failure {
+    /// Why a transaction was not committed in which this was to be sent.
+    pub(super) fn of_commit(error: CommitError, outgoing: &[OutgoingRow]) -> Self {
         match error {
             CommitError::Aborted(e) => Self::Aborted(format!(
                 "a failed statement was swallowed and the transaction is aborted: {e}"
             )),
-            CommitError::Escaped(claims) => Self::Escaped(claims.keys),
+            CommitError::Escaped(claims) => Self::escaped(claims, outgoing),
             CommitError::OutOfStep => Self::OutOfStep,
             CommitError::Store(e) => e.into(),
             CommitError::Refused(e) => Self::Refused(e.to_string()),
             CommitError::Contention(e) => Self::Contention(e.to_string()),
             CommitError::Unknown(e) => Self::UnknownCommit(e.to_string()),
+        }
+    }
+
+    /// Its letter names what was not sent: whoever mends by hand what stands may have to send it, too.
+    pub(super) fn escaped(claims: Claims, outgoing: &[OutgoingRow]) -> Self {
+        let mut error = "the handler ended the framework's transaction itself (COMMIT or ROLLBACK through cx.tx()); part of \
+                         its work may stand"
+            .to_owned();
+        if !outgoing.is_empty() {
+            let _ = write!(error, "; outgoing events not written: {}", outgoing.len());
+        }
+        for (n, row) in outgoing.iter().enumerate() {
+            let separator = if n == 0 { " (" } else { ", " };
+            let event_type = row.message.event_type.as_deref().unwrap_or("tombstone");
+            let _ = write!(
+                error,
+                "{separator}{event_type} {} to {}",
+                row.message.event_id, row.destination
+            );
+            // No more is stored of a failure.
+            if error.len() > 1024 {
+                break;
+            }
+        }
+        if !outgoing.is_empty() {
+            error.push(')');
+        }
+        Self::Escaped {
+            claimed: claims.keys,
+            error,
         }
     }
 }
@@ -367,6 +403,10 @@ mod tests {
         use Ordering::{PerKey, Unordered};
         let text = String::new;
         let own = || handler(retry_kind(), Fault::Own);
+        let escaped = Failure::Escaped {
+            claimed: Vec::new(),
+            error: text(),
+        };
         for (failure, attempts, ordering, decision) in [
             (own(), 1, Unordered, "again"),
             (own(), 3, Unordered, "again"),
@@ -380,7 +420,7 @@ mod tests {
             (Failure::Aborted(text()), 1, Unordered, "again"),
             (Failure::Refused(text()), 8, Unordered, "retries_exhausted"),
             (Failure::OutOfStep, 1, PerKey, "again"),
-            (Failure::Escaped(Vec::new()), 1, Unordered, "transaction_escaped"),
+            (escaped, 1, Unordered, "transaction_escaped"),
             (
                 handler(FailureKind::Permanent, Fault::Own),
                 1,

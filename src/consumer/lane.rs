@@ -17,6 +17,7 @@ use super::window::{Window, locked};
 use crate::crash::CrashPoint;
 use crate::event::{EventKey, Identity, IdentityError, IdentityRules, PayloadHash, RawEvent};
 use crate::handler::Run;
+use crate::outbox::Record;
 use crate::source::{Delivery, Receipt, Settle, Settlement};
 use crate::store::{ClaimRequest, Connection, Inbox, Lease, Limits, Next, Store, Tx};
 use crate::telemetry::{self, Outcome as Became};
@@ -36,6 +37,7 @@ pub(crate) struct Shared<S: Store> {
     pub(crate) system: &'static str,
     pub(crate) store: S,
     pub(crate) handler: Arc<dyn Run<S::Db>>,
+    pub(crate) outbox: Arc<dyn Record<S::Db>>,
     pub(crate) identity: IdentityRules,
     pub(crate) policy: RetryPolicy,
     pub(crate) ordering: Ordering,

@@ -15,6 +15,7 @@ use super::policy::{OnMismatch, Ordering};
 use super::recover::{self, Recovery, Tally};
 use crate::crash::CrashPoint;
 use crate::handler::{Item, Progress};
+use crate::outbox::Collector;
 use crate::reason::Reason;
 use crate::source::{Delivery, Settlement};
 use crate::store::{ClaimAnswer, CommitError, Connection, Inbox, Outcome, Tx};
@@ -128,12 +129,13 @@ async fn transaction<S: Inbox>(
     }
 
     let handling = Instant::now();
+    let outgoing = Collector::new(shared.outbox.settings(), &shared.name);
     if outcome == Outcome::Processed
-        && let Err(failure) = handle(shared, &mut tx, events, &answers).await
+        && let Err(failure) = handle(shared, &mut tx, events, &answers, &outgoing).await
     {
         // It may have committed by itself before it failed.
         return Err(if store.is_committed(&claims).await {
-            Failure::Escaped(claims.keys)
+            Failure::escaped(claims, &outgoing.take())
         } else {
             failure
         });
@@ -141,23 +143,38 @@ async fn transaction<S: Inbox>(
     let handled_for = handling.elapsed();
     shared.reached(CrashPoint::Handled).await;
 
+    // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
+    let outgoing = outgoing.take();
+    let failed = |error| match error {
+        CommitError::Store(_) | CommitError::Unknown(_) if handled_for >= shared.limits.idle_timeout => {
+            Failure::blocked(handled_for)
+        }
+        error => Failure::of_commit(error, &outgoing),
+    };
+
+    // Record: what the handlers have sent becomes rows of the outbox, in one statement and in their order.
+    // Nothing tells a relay of them before the commit, and a crash takes them back with all the rest.
+    let claims = shared
+        .outbox
+        .record(&mut tx, claims, &outgoing)
+        .await
+        .map_err(failed)?;
+    shared.reached(CrashPoint::Recorded).await;
+
     // Commit, which proves first that this is still our transaction and finishes the held rows of its
     // events. A crash in it leaves all or nothing, and running the event again finds out which. The
     // claim of the lane's next event goes with it, in a transaction of that event's own.
     *upcoming = seat.upcoming(shared);
-    match store
+    store
         .commit(tx, claims, upcoming.after_commit(&shared.name))
         .await
-    {
-        Ok(()) => {}
-        // A session that a limit of ours has ended looks lost; the clock tells whose fault it was.
-        Err(CommitError::Store(_) | CommitError::Unknown(_)) if handled_for >= shared.limits.idle_timeout => {
-            return Err(Failure::blocked(handled_for));
-        }
-        Err(e) => return Err(e.into()),
-    }
-    // Durable from here: a crash loses the acks and nothing else; the redelivery is a duplicate.
+        .map_err(failed)?;
+    // Durable from here: a crash loses the acks and nothing else; the redelivery is a duplicate. Relays find
+    // what was recorded, told or not.
     shared.reached(CrashPoint::Committed).await;
+    if !outgoing.is_empty() {
+        shared.outbox.committed();
+    }
     shared.gate.proven();
     telemetry::transaction(&shared.name, shared.system, started.elapsed());
     Ok(answers)
@@ -170,6 +187,7 @@ async fn handle<S: Inbox>(
     tx: &mut Tx<'_, S::Db>,
     events: &[Identified],
     answers: &[ClaimAnswer],
+    outgoing: &Collector<'_>,
 ) -> Result<(), Failure> {
     let new = events
         .iter()
@@ -188,6 +206,7 @@ async fn handle<S: Inbox>(
     let progress = Progress {
         consumer: &shared.name,
         once: &shared.store,
+        outgoing,
         stopping: &shared.stopping,
         deadline,
     };

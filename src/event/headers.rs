@@ -60,6 +60,11 @@ impl Headers {
         self.0.is_empty()
     }
 
+    /// Keeps the headers whose name passes.
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&str) -> bool) {
+        Arc::make_mut(&mut self.0).retain(|(name, _)| keep(name));
+    }
+
     pub(crate) fn size(&self) -> usize {
         self.0
             .iter()

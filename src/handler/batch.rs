@@ -7,6 +7,7 @@ use sqlx::Database;
 
 use super::{HandlerError, Item, Progress, Run};
 use crate::event::{Event, FromEvent};
+use crate::outbox::BatchOutbox;
 
 /// Works on all new events of one transaction at once, for set-based SQL.
 ///
@@ -51,6 +52,13 @@ impl<Db: Database> BatchContext<'_, Db> {
     /// How long this handler may still run.
     pub fn time_left(&self) -> Duration {
         self.progress.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// Takes events along that are published if and only if this handler's work commits, each for the event
+    /// that causes it: `cx.outbox().for_event(&event).send(outgoing)?`. See
+    /// [`guide::outbox`](crate::guide::outbox).
+    pub fn outbox(&self) -> BatchOutbox<'_> {
+        BatchOutbox::new(self.progress.outgoing)
     }
 
     /// Claims a business fact in this transaction; see [`Context::once`](super::Context::once).

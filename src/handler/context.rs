@@ -6,13 +6,15 @@ use sqlx::Database;
 use tokio_util::sync::CancellationToken;
 
 use super::HandlerError;
-use crate::event::Identity;
+use crate::event::{Headers, Identity};
+use crate::outbox::{Collector, EventOutbox};
 use crate::store::Store;
 
 /// What a handler has in its hands while one event is worked on.
 pub struct Context<'cx, Db: Database> {
     pub(super) conn: &'cx mut Db::Connection,
     pub(super) identity: &'cx Identity,
+    pub(super) headers: &'cx Headers,
     pub(super) attempt: u32,
     pub(super) progress: Progress<'cx, Db>,
 }
@@ -21,6 +23,7 @@ pub struct Context<'cx, Db: Database> {
 pub(crate) struct Progress<'cx, Db: Database> {
     pub(crate) consumer: &'cx str,
     pub(crate) once: &'cx dyn OnceClaims<Db>,
+    pub(crate) outgoing: &'cx Collector<'cx>,
     pub(crate) stopping: &'cx CancellationToken,
     pub(crate) deadline: Instant,
 }
@@ -62,6 +65,12 @@ impl<Db: Database> Context<'_, Db> {
     /// How long this handler may still run before it counts as failed by timeout.
     pub fn time_left(&self) -> Duration {
         self.progress.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// Takes events along that are published if and only if this handler's work commits:
+    /// `cx.outbox().send(event)?`. See [`guide::outbox`](crate::guide::outbox).
+    pub fn outbox(&self) -> EventOutbox<'_> {
+        EventOutbox::new(self.progress.outgoing, self.identity, self.headers)
     }
 
     /// Claims a business fact in this transaction: true the first time for this consumer, false ever after.

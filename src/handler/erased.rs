@@ -61,6 +61,7 @@ impl<Db: Database, H: Handler<Db>> Run<Db> for HandlerRunner<Db, H> {
             let mut cx = Context {
                 conn: &mut *conn,
                 identity: item.identity,
+                headers: &item.event.headers,
                 attempt: item.attempt,
                 progress,
             };

@@ -3,13 +3,15 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::event::DecodeError;
+use crate::outbox::OutboxError;
 
 type BoxError = Box<dyn Error + Send + Sync>;
 
 /// How a handler failed, and what should become of the event.
 ///
-/// Anything that is an error becomes one by `?` and means: try again by the policy. Say otherwise by
-/// [`retry_after`](Self::retry_after), [`permanent`](Self::permanent) or [`discard`](Self::discard).
+/// Anything that is an error becomes one by `?` and means: try again by the policy. (But for an
+/// [`OutboxError`] about an outgoing event: it would be refused again, and the failure is permanent.) Say otherwise
+/// by [`retry_after`](Self::retry_after), [`permanent`](Self::permanent) or [`discard`](Self::discard).
 pub struct HandlerError {
     kind: FailureKind,
     error: BoxError,
@@ -139,11 +141,21 @@ fn code_fault(code: &str) -> Fault {
 /// is what makes this conversion possible.
 impl<E: Into<BoxError>> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        Self {
-            kind: FailureKind::Retry { after: None },
-            error: error.into(),
-        }
+        let error = error.into();
+        let kind = if is_permanent(error.as_ref()) {
+            FailureKind::Permanent
+        } else {
+            FailureKind::Retry { after: None }
+        };
+        Self { kind, error }
     }
+}
+
+/// An outgoing event that was refused is refused again: from the same event the handler makes the same one.
+fn is_permanent(error: &(dyn Error + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| (*error).source())
+        .filter_map(|error| error.downcast_ref::<OutboxError>())
+        .any(OutboxError::is_permanent)
 }
 
 impl fmt::Display for HandlerError {
@@ -192,6 +204,22 @@ mod tests {
         assert_eq!(HandlerError::from("no such account").fault(), Fault::Own);
         let context = anyhow::Error::from(sqlx::Error::PoolTimedOut).context("while charging");
         assert_eq!(HandlerError::from(context).fault(), Fault::Lost);
+    }
+
+    #[test]
+    fn a_refused_outgoing_event_is_permanent_and_a_database_in_trouble_is_not() {
+        let refused = || OutboxError::TooMuch { size: 2, limit: 1 };
+        assert_eq!(HandlerError::from(refused()).kind(), FailureKind::Permanent);
+        #[derive(Debug, thiserror::Error)]
+        #[error("announcing failed")]
+        struct Announcing(#[source] OutboxError);
+        assert_eq!(
+            HandlerError::from(Announcing(refused())).kind(),
+            FailureKind::Permanent
+        );
+        let lost = HandlerError::from(Announcing(OutboxError::Store(sqlx::Error::PoolTimedOut)));
+        assert_eq!(lost.kind(), FailureKind::Retry { after: None });
+        assert_eq!(lost.fault(), Fault::Lost);
     }
 
     #[test]

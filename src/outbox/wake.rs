@@ -12,6 +12,7 @@ impl Wake {
     }
 
     /// Until the next call of `wake`, or at once if there was one since the last time.
+    #[allow(dead_code, reason = "relays wait for it")]
     pub(crate) async fn woken(&self) {
         self.0.notified().await;
     }

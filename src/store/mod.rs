@@ -1,7 +1,7 @@
 //! Stores: where claims, held events and the handler's own writes commit together.
 //!
-//! [`Store`] is the transaction: begin, claim, commit. [`Inbox`] is the table of held events,
-//! [`Operations`] is what runs beside the work: schema, purge. A consumer needs all three; they are
+//! [`Store`] is the transaction: begin, claim, commit. [`Inbox`] is the table of held events, [`Outgoing`] that
+//! of events that are sent, [`Operations`] is what runs beside the work: schema, purge. A consumer needs all four; they are
 //! apart so that none of them is a giant. `PostgresStore` and `SqliteStore` implement them with
 //! the same file names, statement for statement.
 
@@ -197,11 +197,21 @@ pub trait Inbox: Store {
 pub trait Outgoing: Store {
     /// Writes rows in one statement, in this order: their ids ascend with it. They are there if and only if
     /// the transaction on `conn` commits.
-    async fn write(
+    async fn write_outgoing(
         &self,
         conn: &mut <Self::Db as Database>::Connection,
         rows: &[OutgoingRow],
     ) -> Result<(), sqlx::Error>;
+
+    /// The same for what the handlers of a consumer have sent, but only in the transaction of these claims:
+    /// in another one (the handler has ended ours) it writes nothing, and the error says so. Errors are those
+    /// of [`commit`](Store::commit); [`Refused`](CommitError::Refused) is about the rows. `rows` is not empty.
+    async fn record_outgoing(
+        &self,
+        tx: &mut Tx<'_, Self::Db>,
+        claims: Claims,
+        rows: &[OutgoingRow],
+    ) -> Result<Claims, CommitError>;
 
     /// Up to `limit` rows of this relay that need a person, after row `after`, by id.
     async fn parked(&self, relay: &str, after: i64, limit: usize) -> Result<Vec<ParkedRow>, StoreError>;

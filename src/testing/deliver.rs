@@ -1,6 +1,6 @@
 use crate::consumer::{ConsumerBuilder, RunError};
 use crate::event::RawEvent;
-use crate::store::{Inbox, Operations};
+use crate::store::{Inbox, Operations, Outgoing};
 
 use super::Broker;
 
@@ -21,7 +21,7 @@ pub struct Report {
 ///
 /// A failed event is settled when it is held in `inbox`; use a [`RetryPolicy`](crate::RetryPolicy)
 /// without delays to see it dead at once.
-pub async fn deliver<S: Inbox + Operations>(
+pub async fn deliver<S: Inbox + Outgoing + Operations>(
     consumer: ConsumerBuilder<S>,
     events: impl IntoIterator<Item = RawEvent>,
 ) -> Result<Report, RunError> {

@@ -1,6 +1,7 @@
 //! What one event costs on PostgreSQL, counted: the questions for whose answers a lane waits, and its
 //! commits. Times would say less and differ every day.
 
+use onlyonce::outbox::OutgoingEvent;
 use onlyonce::store::PostgresStore;
 use onlyonce::store::postgres::PostgresOptions;
 use onlyonce::testing::{Broker, event};
@@ -113,6 +114,47 @@ async fn alone_an_event_is_four_round_trips_and_a_duplicate_too() {
     // What stands in its way is read by a second statement, and nothing is committed.
     let duplicate = ["BEGIN", "statement", "statement", "ROLLBACK"];
     assert_eq!(counted.asked(), [new.repeat(5), duplicate.repeat(5)].concat());
+    counted.stage.end().await;
+}
+
+/// However many are sent, and only where any are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outgoing_events_cost_one_statement_more() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    let (handler, _) = Scripted::new(&counted.stage, |_, event| {
+        let sends = match event.identity.id.as_str() {
+            "e0" => 1,
+            "e1" => 30,
+            _ => 0,
+        };
+        Act::by(move |cx| {
+            Box::pin(async move {
+                for _ in 0..sends {
+                    cx.outbox()
+                        .send(OutgoingEvent::new("kafka:t", "paid", "x").key("k"))?;
+                }
+                Ok(())
+            })
+        })
+    });
+    let running = Running::start(counted.lane(&broker).handler(handler));
+    for event in events(3) {
+        broker.publish(event);
+        soon("the ack", broker.drained()).await;
+    }
+    running.stop().await;
+
+    // Claim, outgoing events, the commit.
+    let sends = ["BEGIN", "statement", "statement", "guard, COMMIT"];
+    let sends_nothing = ["BEGIN", "statement", "guard, COMMIT"];
+    assert_eq!(
+        counted.asked(),
+        [sends.repeat(2), sends_nothing.to_vec()].concat()
+    );
+    assert_eq!(counted.stage.outgoing().await.len(), 31);
     counted.stage.end().await;
 }
 

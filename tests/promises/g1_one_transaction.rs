@@ -1,4 +1,4 @@
-//! G1: the claim and the handler's writes commit in one transaction, or none of them does.
+//! G1: the claim, the handler's writes and what it sends commit in one transaction, or none of them does.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use onlyonce::Ordering::Unordered;
 use onlyonce::inbox::{InboxSource, Queue};
+use onlyonce::outbox::OutgoingEvent;
 use onlyonce::testing::{Broker, CrashPoint, deliver, event};
 use onlyonce::{HandlerError, RetryPolicy};
 use tokio::sync::Notify;
@@ -60,7 +61,7 @@ async fn a_death_at_any_point_leaves_one_effect_and_one_claim<S: TestStore>(stag
 async fn die_with_an_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint) {
     let (fails_first, entries) = match point {
         CrashPoint::RolledBack | CrashPoint::Parked => (true, 2),
-        CrashPoint::Handled => (false, 2),
+        CrashPoint::Handled | CrashPoint::Recorded => (false, 2),
         _ => (false, 1),
     };
     let name = point.as_str();
@@ -73,6 +74,7 @@ async fn die_with_an_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint) {
             Act::by(move |cx| {
                 Box::pin(async move {
                     S::write(cx.tx(), &schema, &id).await?;
+                    cx.outbox().send(OutgoingEvent::new("kafka:t", id, ""))?;
                     if first && fails_first {
                         Err("no".into())
                     } else {
@@ -119,6 +121,13 @@ async fn die_with_an_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint) {
         "{name}"
     );
     assert_eq!(entered.load(Ordering::SeqCst), entries, "{name}");
+    assert_eq!(sent(stage, name).await, 1, "{name}");
+}
+
+async fn sent<S: TestStore>(stage: &Stage<S>, event_type: &str) -> usize {
+    let mut rows = stage.outgoing().await;
+    rows.retain(|row| row.event_type.as_deref() == Some(event_type));
+    rows.len()
 }
 
 async fn a_death_while_a_held_event_runs_leaves_one_effect_and_one_claim<S: TestStore>(stage: Stage<S>) {
@@ -132,10 +141,21 @@ async fn die_with_a_held_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint
     let fails_first = matches!(point, CrashPoint::RolledBack | CrashPoint::Parked);
     let entered = Arc::new(AtomicU32::new(0));
     let consumer = |store: S| {
-        let counts = entered.clone();
-        let (handler, _) = Scripted::new(stage, move |_, _| match counts.fetch_add(1, Ordering::SeqCst) {
-            0 if fails_first => Act::Fail("no".into()),
-            _ => Act::Apply,
+        let (counts, schema) = (entered.clone(), stage.schema.clone());
+        let (handler, _) = Scripted::new(stage, move |_, event| {
+            let first = counts.fetch_add(1, Ordering::SeqCst) == 0;
+            let (schema, id) = (schema.clone(), event.identity.id.clone());
+            Act::by(move |cx| {
+                Box::pin(async move {
+                    S::write(cx.tx(), &schema, &id).await?;
+                    cx.outbox().send(OutgoingEvent::new("kafka:t", id, ""))?;
+                    if first && fails_first {
+                        Err("no".into())
+                    } else {
+                        Ok(())
+                    }
+                })
+            })
         });
         stage
             .consumer_of(name, store.clone())
@@ -169,6 +189,7 @@ async fn die_with_a_held_event<S: TestStore>(stage: &Stage<S>, point: CrashPoint
     process.die();
     assert_eq!(stage.effects().await[name], 1, "{name}");
     assert_eq!(stage.processed(name).await.len(), 1, "{name}");
+    assert_eq!(sent(stage, name).await, 1, "{name}");
 }
 
 /// A unique violation rolls everything back; what becomes of the event is decided by its dead letter

@@ -22,6 +22,7 @@ async fn nothing_is_acked_before_the_commit<S: TestStore>(stage: Stage<S>) {
         (CrashPoint::Received, 0),
         (CrashPoint::Claimed, 0),
         (CrashPoint::Handled, 0),
+        (CrashPoint::Recorded, 0),
         (CrashPoint::Committed, 1),
         (CrashPoint::Settling, 1),
     ] {
@@ -110,7 +111,7 @@ async fn dies_at<S: TestStore>(
 }
 
 /// Starts a consumer and lets it end by itself, as it does when it may not start or has nothing to do.
-async fn start_up<S: onlyonce::store::Inbox + Operations>(
+async fn start_up<S: onlyonce::store::Inbox + onlyonce::store::Outgoing + Operations>(
     store: S,
     allow: bool,
     handler: impl onlyonce::Handler<S::Db>,

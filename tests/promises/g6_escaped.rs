@@ -335,6 +335,7 @@ mod postgres_only {
     use super::*;
     use std::time::Duration;
 
+    use onlyonce::outbox::OutgoingEvent;
     use onlyonce::store::PostgresStore;
     use sqlx::{AssertSqlSafe, PgConnection};
     use tokio::time::timeout;
@@ -599,11 +600,32 @@ mod postgres_only {
             CutOff { fails: bool },
             Dropped,
         }
-        for (name, data, ends) in [
-            ("the commit would fail", "7\n", Ends::CutOff { fails: false }),
-            ("the copy fails", "7\nseven\n", Ends::CutOff { fails: false }),
-            ("the handler fails", "7\n", Ends::CutOff { fails: true }),
-            ("dropped", "7\n", Ends::Dropped),
+        for (name, data, ends, sends) in [
+            ("the commit would fail", "7\n", Ends::CutOff { fails: false }, 0),
+            ("the copy fails", "7\nseven\n", Ends::CutOff { fails: false }, 0),
+            ("the handler fails", "7\n", Ends::CutOff { fails: true }, 0),
+            ("dropped", "7\n", Ends::Dropped, 0),
+            // One, as many as the COPY says that it has copied.
+            (
+                "sending, the commit would fail",
+                "7\n",
+                Ends::CutOff { fails: false },
+                1,
+            ),
+            (
+                "sending, the copy fails",
+                "7\nseven\n",
+                Ends::CutOff { fails: false },
+                1,
+            ),
+            (
+                "sending, the handler fails",
+                "7\n",
+                Ends::CutOff { fails: true },
+                1,
+            ),
+            ("sending, dropped", "7\n", Ends::Dropped, 1),
+            ("sending more", "7\n", Ends::CutOff { fails: false }, 2),
         ] {
             let copy = format!("COPY {}.children FROM STDIN", stage.schema);
             let (handler, _) = Scripted::new(&stage, move |_, event| {
@@ -613,6 +635,9 @@ mod postgres_only {
                     "first" => Act::Fail(HandlerError::permanent("no")),
                     "bad" => Act::by(move |cx| {
                         Box::pin(async move {
+                            for _ in 0..sends {
+                                cx.outbox().send(OutgoingEvent::new("kafka:t", "copied", ""))?;
+                            }
                             let conn: &mut PgConnection = cx.tx();
                             let mut copy = conn.copy_in_raw(&copy).await?;
                             copy.send(data.as_bytes()).await?;
@@ -646,6 +671,7 @@ mod postgres_only {
                 "{name}: {}",
                 letters[0].failures
             );
+            assert_eq!(stage.outgoing().await, [], "{name}");
             stage.execute("DELETE FROM {s}.inbox", "").await;
         }
         let Eyes::Postgres(eyes) = &stage.eyes else {

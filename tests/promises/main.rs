@@ -8,6 +8,7 @@ mod proxy;
 mod running;
 mod wire;
 
+mod g12_outbox;
 mod g13_stop;
 mod g14_poison;
 mod g1_one_transaction;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use onlyonce::Health;
 use onlyonce::consumer::{ConsumerBuilder, RunError};
-use onlyonce::store::{Inbox, Operations};
+use onlyonce::store::{Inbox, Operations, Outgoing};
 use onlyonce::testing::CrashPoint;
 use onlyonce::{Consumer, Supervisor};
 use tokio::runtime::Runtime;
@@ -23,7 +23,7 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    pub(crate) fn start<S: Inbox + Operations>(consumer: ConsumerBuilder<S>) -> Self {
+    pub(crate) fn start<S: Inbox + Outgoing + Operations>(consumer: ConsumerBuilder<S>) -> Self {
         Self::of(Supervisor::builder().consumer(built(consumer)).build().unwrap())
     }
 
@@ -63,7 +63,7 @@ impl Running {
     }
 }
 
-pub(crate) fn built<S: Inbox + Operations>(consumer: ConsumerBuilder<S>) -> Consumer<S> {
+pub(crate) fn built<S: Inbox + Outgoing + Operations>(consumer: ConsumerBuilder<S>) -> Consumer<S> {
     consumer.build().unwrap()
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct Process(Option<Runtime>);
 
 impl Process {
     /// Starts the consumer that `opens` makes; its store has to be opened there as well.
-    pub(crate) fn start<S: Inbox + Operations>(
+    pub(crate) fn start<S: Inbox + Outgoing + Operations>(
         opens: impl Future<Output = ConsumerBuilder<S>> + Send + 'static,
     ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -10,7 +10,7 @@ use onlyonce::consumer::ConsumerBuilder;
 use onlyonce::event::RawEvent;
 #[cfg(feature = "sqlite")]
 use onlyonce::store::SqliteStore;
-use onlyonce::store::{Inbox, Operations, PostgresStore};
+use onlyonce::store::{Inbox, Operations, Outgoing, PostgresStore};
 use onlyonce::{Bytes, Consumer, Context, Event, Handler, HandlerError, RetryPolicy, async_trait};
 use sqlx::{AssertSqlSafe, Connection, Database, PgConnection, PgPool, Row, SqlitePool};
 
@@ -18,7 +18,7 @@ use crate::running::until;
 
 /// A store that tests know how to look into.
 #[async_trait]
-pub(crate) trait TestStore: Inbox + Operations {
+pub(crate) trait TestStore: Inbox + Outgoing + Operations {
     /// A migrated store in a database (or schema) of its own, with the table `effects`.
     async fn fresh() -> Option<Stage<Self>>;
 
@@ -31,6 +31,9 @@ pub(crate) trait TestStore: Inbox + Operations {
 
     /// Runs any SQL in the handler's transaction.
     async fn raw(conn: &mut <Self::Db as Database>::Connection, sql: String) -> sqlx::Result<()>;
+
+    /// Connections that the store knows nothing of.
+    fn outside(stage: &Stage<Self>) -> &sqlx::Pool<Self::Db>;
 }
 
 pub(crate) type Opening<S> = Pin<Box<dyn Future<Output = S> + Send>>;
@@ -61,6 +64,26 @@ pub(crate) struct HeldRow {
     pub(crate) headers: Vec<u8>,
     pub(crate) key: Option<Vec<u8>>,
     pub(crate) event_type: Option<Vec<u8>>,
+}
+
+/// A row of `outbox`, as far as tests look at it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OutboxRow {
+    pub(crate) id: i64,
+    pub(crate) relay: String,
+    pub(crate) event_id: String,
+    pub(crate) source: String,
+    pub(crate) destination: String,
+    pub(crate) key: Option<Vec<u8>>,
+    pub(crate) key_hash: Option<Vec<u8>>,
+    pub(crate) lane: i64,
+    pub(crate) event_type: Option<String>,
+    pub(crate) payload: Option<Vec<u8>>,
+    pub(crate) content_type: Option<String>,
+    pub(crate) headers: Vec<u8>,
+    pub(crate) attributes: Vec<u8>,
+    pub(crate) mode: String,
+    pub(crate) traceparent: Option<String>,
 }
 
 pub(crate) fn postgres_url() -> Option<String> {
@@ -106,6 +129,13 @@ impl TestStore for PostgresStore {
         sqlx::raw_sql(AssertSqlSafe(sql)).execute(conn).await?;
         Ok(())
     }
+
+    fn outside(stage: &Stage<Self>) -> &PgPool {
+        let Eyes::Postgres(pool) = &stage.eyes else {
+            unreachable!("a stage of PostgreSQL")
+        };
+        pool
+    }
 }
 
 #[cfg(feature = "sqlite")]
@@ -144,6 +174,13 @@ impl TestStore for SqliteStore {
     async fn raw(conn: &mut sqlx::SqliteConnection, sql: String) -> sqlx::Result<()> {
         sqlx::raw_sql(AssertSqlSafe(sql)).execute(conn).await?;
         Ok(())
+    }
+
+    fn outside(stage: &Stage<Self>) -> &SqlitePool {
+        let Eyes::Sqlite(pool, _) = &stage.eyes else {
+            unreachable!("a stage of SQLite")
+        };
+        pool
     }
 }
 
@@ -297,6 +334,46 @@ impl<S: TestStore> Stage<S> {
             }
             Eyes::Sqlite(pool, _) => {
                 let sql = format!("SELECT {columns} FROM onlyonce_inbox ORDER BY id");
+                rows!(sqlx::query(AssertSqlSafe(sql)).fetch_all(pool).await.unwrap())
+            }
+        }
+    }
+
+    /// The rows of `outbox`, by id.
+    pub(crate) async fn outgoing(&self) -> Vec<OutboxRow> {
+        let columns = "id, relay, event_id, source, destination, ordering_key, key_hash, CAST(lane AS BIGINT), event_type, \
+                       payload, content_type, headers, attributes, mode, traceparent";
+        macro_rules! rows {
+            ($rows:expr) => {
+                $rows
+                    .iter()
+                    .map(|row| OutboxRow {
+                        id: row.get(0),
+                        relay: row.get(1),
+                        event_id: row.get(2),
+                        source: row.get(3),
+                        destination: row.get(4),
+                        key: row.get(5),
+                        key_hash: row.get(6),
+                        lane: row.get(7),
+                        event_type: row.get(8),
+                        payload: row.get(9),
+                        content_type: row.get(10),
+                        headers: row.get(11),
+                        attributes: row.get(12),
+                        mode: row.get(13),
+                        traceparent: row.get(14),
+                    })
+                    .collect()
+            };
+        }
+        match &self.eyes {
+            Eyes::Postgres(pool) => {
+                let sql = format!("SELECT {columns} FROM {}.outbox ORDER BY id", self.schema);
+                rows!(sqlx::query(AssertSqlSafe(sql)).fetch_all(pool).await.unwrap())
+            }
+            Eyes::Sqlite(pool, _) => {
+                let sql = format!("SELECT {columns} FROM onlyonce_outbox ORDER BY id");
                 rows!(sqlx::query(AssertSqlSafe(sql)).fetch_all(pool).await.unwrap())
             }
         }

@@ -31,6 +31,7 @@ use std::time::Duration;
 use onlyonce::async_trait;
 use onlyonce::event::RawEvent;
 use onlyonce::source::{Capabilities, Delivery, Plan, Source};
+use onlyonce::store::Outgoing;
 
 pub use bytes_survive::bytes_survive;
 pub use delivers_everything::delivers_everything;
@@ -66,7 +67,7 @@ pub trait SourceHarness: Sized + Send + Sync + 'static {
 
     /// The database of promises that need a whole consumer; [`Sqlite`](crate::Sqlite), unless the
     /// source reads from a database itself.
-    type Stage: StoreHarness;
+    type Stage: StoreHarness<Store: Outgoing>;
 
     /// An empty queue that nobody else uses. `None`: there is no broker to be had; say why.
     async fn empty() -> Result<Option<Self>>;

@@ -7,6 +7,7 @@ mod inbox;
 mod name;
 mod operations;
 mod options;
+mod outgoing;
 mod sql;
 mod transaction;
 

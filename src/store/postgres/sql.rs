@@ -19,6 +19,10 @@ pub(super) struct Sql {
     pub prepare: String,
     guard: String,
     pub finish: SqlStr,
+    pub record: SqlStr,
+    pub parked: SqlStr,
+    pub replay_parked: SqlStr,
+    pub discard_parked: SqlStr,
     pub park_claim: SqlStr,
     pub park_insert: SqlStr,
     pub park_unclaim: SqlStr,
@@ -128,6 +132,42 @@ WITH deleted AS (
           AND pg_current_xact_id_if_assigned()::text = $2
     RETURNING 1)
 SELECT (SELECT count(*) FROM deleted) + (SELECT count(*) FROM finished)";
+
+/// `$1` to `$16` columns, `$17` the claims' xid: in a transaction that is not theirs it raises the guard's
+/// error. Without claims it is NULL. In the order of the arrays, so that ids ascend with it.
+const RECORD: &str = "
+INSERT INTO {s}.outbox (relay, event_id, source, destination, ordering_key, key_hash, lane, event_type, payload,
+       content_type, headers, attributes, mode, traceparent, send_at)
+SELECT u.relay, u.event_id, u.source, u.destination, u.ordering_key, u.key_hash, u.lane, u.event_type, u.payload,
+       u.content_type, u.headers, u.attributes, u.mode, u.traceparent,
+       GREATEST('epoch'::timestamptz + u.send_at * interval '1 microsecond', now() + u.delay * interval '1 microsecond')
+  FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[], $7::smallint[], $8::text[],
+              $9::bytea[], $10::text[], $11::bytea[], $12::bytea[], $13::text[], $14::text[], $15::bigint[],
+              $16::bigint[])
+       WITH ORDINALITY
+       AS u (relay, event_id, source, destination, ordering_key, key_hash, lane, event_type, payload, content_type,
+             headers, attributes, mode, traceparent, send_at, delay, n)
+ WHERE (CASE WHEN $17::text IS NULL OR pg_current_xact_id_if_assigned()::text = $17 THEN 'true'
+             ELSE 'onlyonce: not ours' END)::boolean
+ ORDER BY u.n";
+
+const PARKED: &str = "
+SELECT id, event_id, event_type, destination, ordering_key, attempts, COALESCE(last_error, ''),
+       (EXTRACT(EPOCH FROM parked_at) * 1000000)::bigint
+  FROM {s}.outbox
+ WHERE relay = $1 AND parked_at IS NOT NULL AND id > $2
+ ORDER BY id
+ LIMIT $3";
+
+const REPLAY_PARKED: &str = "
+UPDATE {s}.outbox SET parked_at = NULL, next_attempt_at = NULL, attempts = 0, replays = replays + 1
+ WHERE relay = $1 AND id = ANY ($2) AND parked_at IS NOT NULL
+RETURNING id";
+
+const DISCARD_PARKED: &str = "
+DELETE FROM {s}.outbox
+ WHERE relay = $1 AND id = ANY ($2) AND parked_at IS NOT NULL
+RETURNING id";
 
 const PARK_CLAIM: &str = "
 INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
@@ -287,6 +327,10 @@ impl Sql {
             )),
             guard: text(&guard),
             finish: sql(FINISH),
+            record: sql(RECORD),
+            parked: sql(PARKED),
+            replay_parked: sql(REPLAY_PARKED),
+            discard_parked: sql(DISCARD_PARKED),
             park_claim: sql(PARK_CLAIM),
             park_insert: sql(PARK_INSERT),
             park_unclaim: sql(PARK_UNCLAIM),

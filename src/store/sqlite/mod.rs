@@ -16,6 +16,7 @@ mod commit;
 mod inbox;
 mod operations;
 mod options;
+mod outgoing;
 mod session;
 mod sql;
 #[cfg(test)]

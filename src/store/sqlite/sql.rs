@@ -95,6 +95,43 @@ UPDATE onlyonce_inbox SET state = ?2, lease_token = NULL, leased_until = NULL
     " AND dead_at IS NOT NULL"
 );
 
+/// `?1` to `?16` columns, `?17` the claims' mark and `?18` one of their keys: in a transaction that is not
+/// theirs there is no such row, so it writes nothing. Without claims both are NULL.
+pub(super) const RECORD: &str = concat!(
+    "
+INSERT INTO onlyonce_outbox (relay, event_id, source, destination, ordering_key, key_hash, lane, event_type,
+       payload, content_type, headers, attributes, mode, traceparent, send_at)
+SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14,
+       NULLIF(max(COALESCE(?15, 0), COALESCE(",
+    now!(),
+    " + ?16, 0)), 0)
+ WHERE ?17 IS NULL
+    OR EXISTS (SELECT 1 FROM onlyonce_processed_events WHERE event_key = ?18 AND open_mark = ?17)"
+);
+
+/// Several rows are all written or none.
+pub(super) const RECORD_ALL: &str = "SAVEPOINT onlyonce_outbox";
+pub(super) const RECORD_END: &str = "RELEASE onlyonce_outbox";
+pub(super) const RECORD_UNDO: &str = "ROLLBACK TO onlyonce_outbox; RELEASE onlyonce_outbox";
+
+pub(super) const PARKED: &str = "
+SELECT id, event_id, event_type, destination, ordering_key, attempts, COALESCE(last_error, ''), parked_at
+  FROM onlyonce_outbox
+ WHERE relay = ?1 AND parked_at IS NOT NULL AND id > ?2
+ ORDER BY id
+ LIMIT ?3";
+
+/// `?2` a JSON array of rows.
+pub(super) const REPLAY_PARKED: &str = "
+UPDATE onlyonce_outbox SET parked_at = NULL, next_attempt_at = NULL, attempts = 0, replays = replays + 1
+ WHERE relay = ?1 AND id IN (SELECT value FROM json_each(?2)) AND parked_at IS NOT NULL
+RETURNING id";
+
+pub(super) const DISCARD_PARKED: &str = "
+DELETE FROM onlyonce_outbox
+ WHERE relay = ?1 AND id IN (SELECT value FROM json_each(?2)) AND parked_at IS NOT NULL
+RETURNING id";
+
 pub(super) const PARK_CLAIM: &str = "
 INSERT INTO onlyonce_processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
 VALUES (?1, 'event', ?2, ?3, ?4, ?5, 'processed')

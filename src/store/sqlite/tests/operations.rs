@@ -165,6 +165,13 @@ async fn every_statement_finds_its_rows_by_an_index() {
             "onlyonce_processed_events USING PRIMARY KEY (event_key=?)",
         ),
         (sql::FINISH, by_key),
+        (
+            sql::RECORD,
+            "onlyonce_processed_events USING PRIMARY KEY (event_key=?)",
+        ),
+        (sql::PARKED, "onlyonce_outbox_parked (relay=? AND id>?)"),
+        (sql::REPLAY_PARKED, "onlyonce_outbox_parked (relay=? AND id=?)"),
+        (sql::DISCARD_PARKED, "onlyonce_outbox_parked (relay=? AND id=?)"),
         (sql::PARK_FIND, by_key),
         (sql::DUE, due_by_time),
         (sql::RENEW, "onlyonce_inbox USING INTEGER PRIMARY KEY"),
@@ -175,6 +182,20 @@ async fn every_statement_finds_its_rows_by_an_index() {
             "onlyonce_processed_events_purge (consumer=? AND processed_at>? AND processed_at<?)",
         ),
         (sql::PURGE_LAG, "onlyonce_processed_events_purge (consumer=?)"),
+        (sql::DUE_OUTGOING, "onlyonce_outbox_due (relay=? AND lane=?)"),
+        (sql::DUE_OUTGOING, "onlyonce_outbox_waiting (key_hash=? AND id<?)"),
+        (sql::DELETE_SENT, "onlyonce_outbox USING INTEGER PRIMARY KEY"),
+        (sql::KEEP_SENT, "onlyonce_outbox USING INTEGER PRIMARY KEY"),
+        (sql::MARK_REFUSED, "onlyonce_outbox USING INTEGER PRIMARY KEY"),
+        (sql::OUTGOING, "onlyonce_outbox_due (relay=?)"),
+        (
+            sql::PURGE_SENT,
+            "onlyonce_outbox_sent (relay=? AND sent_at>? AND sent_at<?)",
+        ),
+        (
+            sql::HELD_LANES,
+            "onlyonce_outbox_lanes USING PRIMARY KEY (relay=?)",
+        ),
     ] {
         for statement in sql.split(';') {
             let plan: Vec<(i64, i64, i64, String)> =
