@@ -12,9 +12,15 @@ mod held;
 mod outgoing;
 #[cfg(feature = "postgres")]
 pub mod postgres;
+mod signal;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod stored;
+#[cfg(all(test, feature = "postgres", feature = "sqlite"))]
+mod tests;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -33,9 +39,11 @@ pub use error::{CommitError, StoreError, StoreErrorKind};
 pub use held::{Attempt, Backlog, HeldEvent, Lease, Parked, ParkedAs, Parking};
 pub use outgoing::{
     DueRequest, DueRow, HeldLane, LANES, OutgoingBacklog, OutgoingRow, Owner, ParkedRow, Refusal,
+    UnreadableRow,
 };
 #[cfg(feature = "postgres")]
 pub use postgres::PostgresStore;
+pub use signal::{Heard, Listener, Reach, Signal, Signals};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteStore;
 
@@ -192,9 +200,27 @@ pub trait Inbox: Store {
     async fn backlog(&self, consumer: &str) -> Result<Backlog, StoreError>;
 }
 
+/// How a relay learns at once that there is something to publish: a hint and never more, since it also
+/// looks by itself every now and then.
+#[async_trait]
+pub trait Waking: Store {
+    /// The signal of this relay within the process: the same for all clones of a store.
+    fn signal(&self, relay: &str) -> Arc<Signal>;
+
+    /// Whom [`tell`](Self::tell) reaches.
+    fn reach(&self) -> Reach;
+
+    /// Tells the relays of this name in all processes, on a connection of the store's own. Never in a
+    /// handler's transaction: the database takes a lock over all commits that tell something.
+    async fn tell(&self, relay: &str) -> Result<(), StoreError>;
+
+    /// Listens for what [`tell`](Self::tell) tells, on a connection that is kept for it.
+    async fn listen(&self, relay: &str) -> Result<Box<dyn Listener>, StoreError>;
+}
+
 /// Writes outgoing events with the work that causes them.
 #[async_trait]
-pub trait Outgoing: Store {
+pub trait Outgoing: Waking {
     /// Writes rows in one statement, in this order: their ids ascend with it. They are there if and only if
     /// the transaction on `conn` commits.
     async fn write_outgoing(
@@ -226,9 +252,16 @@ pub trait Outgoing: Store {
 /// What a relay asks of the outbox. All times are the database's clock; no statement of it is open
 /// while a broker is spoken to.
 #[async_trait]
-pub trait Relaying: Outgoing {
+pub trait Relaying: Waking {
+    /// Compares the tables of the outbox with what this version needs. The error names what is missing or
+    /// wrong and how to repair it.
+    async fn check_outgoing(&self) -> Result<(), StoreError>;
+
     /// Says that this instance is alive, renews its lanes for `lease`, gives up those above its share of
     /// ceil([`LANES`] / living instances), and takes free ones up to it. Returns all that it holds now.
+    ///
+    /// A lane that is given up is nobody's for a third of the lease: what is in flight of it is confirmed
+    /// and marked before another instance begins with it.
     async fn hold_lanes(
         &self,
         relay: &str,
@@ -236,12 +269,12 @@ pub trait Relaying: Outgoing {
         lease: Duration,
     ) -> Result<Vec<HeldLane>, StoreError>;
 
-    /// Gives up every lane of this instance, which is alive no more.
+    /// Gives up every lane of this instance, which is alive no more. Others may take them at once.
     async fn give_up_lanes(&self, relay: &str, owner: Owner) -> Result<(), StoreError>;
 
-    /// Rows that may be published now, by id. A row behind an earlier one of its key that may not is not
-    /// among them.
-    async fn due(&self, request: &DueRequest<'_>) -> Result<Vec<DueRow>, StoreError>;
+    /// Rows that may be published now, by id: of each lane the first ones. A row behind an earlier one of
+    /// its key that may not is not among them.
+    async fn due(&self, request: &DueRequest<'_>) -> Result<Vec<Result<DueRow, UnreadableRow>>, StoreError>;
 
     /// Deletes rows that the broker has confirmed, or keeps them as sent. Needs no lease: what is
     /// confirmed is confirmed. Rows that are gone already are no error.

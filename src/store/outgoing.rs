@@ -112,6 +112,20 @@ pub struct DueRow {
     pub traceparent: Option<String>,
 }
 
+/// A row that may be published now and that this version cannot read: written by a newer one, or by hand.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct UnreadableRow {
+    /// The row.
+    pub id: i64,
+    /// The lane it belongs to.
+    pub lane: u8,
+    /// What it is ordered by.
+    pub order: Option<[u8; 16]>,
+    /// What cannot be read.
+    pub why: String,
+}
+
 /// The right to publish the rows of one lane, until its lease is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -134,10 +148,14 @@ pub struct DueRequest<'a> {
     pub except: &'a [i64],
     /// Destinations that are paused.
     pub paused: &'a [&'a str],
+    /// Publishers that are paused, or that are not there: nothing of their destinations.
+    pub down: &'a [&'a str],
     /// Whether rows behind an earlier one of their key that is parked or waits may go on.
     pub overtake: bool,
-    /// The most rows.
+    /// The most rows of each lane.
     pub limit: usize,
+    /// No more rows once those before them have this many bytes of payloads and headers.
+    pub bytes: usize,
 }
 
 /// A refused row, and what becomes of it.

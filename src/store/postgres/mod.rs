@@ -4,10 +4,12 @@ mod beside;
 mod classify;
 mod commit;
 mod inbox;
+mod listening;
 mod name;
 mod operations;
 mod options;
 mod outgoing;
+mod relaying;
 mod sql;
 mod transaction;
 
@@ -21,7 +23,7 @@ pub use options::PostgresOptions;
 
 use sql::Sql;
 
-use super::StoreError;
+use super::{Signals, StoreError};
 
 /// Claims, held events and handler transactions on PostgreSQL.
 ///
@@ -43,6 +45,7 @@ pub struct PostgresStore {
     sql: Arc<Sql>,
     schema: SchemaName,
     pooler: bool,
+    signals: Signals,
 }
 
 impl PostgresStore {

@@ -19,8 +19,11 @@ const LAYOUT: i32 = 1;
 
 const INIT: &str = include_str!("../../../migrations/postgres/0001_init.sql");
 
-/// What `check` compares with: every table with its columns and their types.
-const COLUMNS: &[(&str, &[(&str, &str)])] = &[
+/// Tables with their columns and the types of these.
+pub(super) type Tables = &'static [(&'static str, &'static [(&'static str, &'static str)])];
+
+/// What `check` compares with.
+const COLUMNS: Tables = &[
     (
         "processed_events",
         &[
@@ -160,9 +163,9 @@ impl Operations for PostgresStore {
     async fn check(&self, limits: &Limits) -> Result<(), StoreError> {
         self.probe_settings(limits).await?;
         self.check_version().await?;
-        self.check_columns().await?;
+        self.check_columns(COLUMNS).await?;
         self.check_unique().await?;
-        self.check_privileges().await
+        self.check_privileges(COLUMNS).await
     }
 
     async fn seen(&self, consumer: &str, instance: Uuid) -> Result<Vec<Unread>, StoreError> {
@@ -297,7 +300,7 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn check_version(&self) -> Result<(), StoreError> {
+    pub(super) async fn check_version(&self) -> Result<(), StoreError> {
         let sql = format!(
             "SELECT min_supported, max_supported FROM {}.schema_version",
             self.schema.quoted()
@@ -335,7 +338,7 @@ impl PostgresStore {
         )))
     }
 
-    async fn check_columns(&self) -> Result<(), StoreError> {
+    pub(super) async fn check_columns(&self, tables: Tables) -> Result<(), StoreError> {
         let columns = sqlx::query(
             "SELECT c.relname::text, a.attname::text, t.typname::text, COALESCE(l.collname::text, '')
                FROM pg_class c
@@ -355,7 +358,7 @@ impl PostgresStore {
                 row.try_get(2).map_err(read)?,
             );
         }
-        for (table, columns) in COLUMNS {
+        for (table, columns) in tables {
             for (column, needed) in *columns {
                 match there.get(&((*table).to_owned(), (*column).to_owned())) {
                     Some(found) if found == needed => {}
@@ -417,7 +420,7 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn check_privileges(&self) -> Result<(), StoreError> {
+    pub(super) async fn check_privileges(&self, tables: Tables) -> Result<(), StoreError> {
         let read = |e| classify("checking the schema", e);
         let missing = sqlx::query(
             "SELECT current_user::text, COALESCE(string_agg(p.needed || ' on ' || c.relname, ', '), '')
@@ -427,7 +430,7 @@ impl PostgresStore {
               WHERE n.nspname = $1 AND c.relname = ANY ($2) AND NOT has_table_privilege(c.oid, p.needed)",
         )
         .bind(self.schema.as_str().to_owned())
-        .bind(COLUMNS.iter().map(|(table, _)| *table).collect::<Vec<_>>());
+        .bind(tables.iter().map(|(table, _)| *table).collect::<Vec<_>>());
         let row = self.row("checking the schema", missing).await?;
         let (role, missing): (String, String) = FromRow::from_row(&row).map_err(read)?;
         if missing.is_empty() {

@@ -7,7 +7,7 @@ use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 
 use super::beside::STATEMENT_TIMEOUT;
 use super::{PostgresStore, SchemaName, Sql};
-use crate::store::{StoreError, StoreErrorKind};
+use crate::store::{Signals, StoreError, StoreErrorKind};
 
 /// Connections that the framework keeps for itself: leases and dead letters go on while every lane is busy.
 pub(super) const RESERVE: u32 = 2;
@@ -90,10 +90,12 @@ impl PostgresOptions {
             let limit = STATEMENT_TIMEOUT.as_millis().to_string();
             (
                 base.clone().options([("default_transaction_read_only", "on")]),
-                // As `BEGIN READ WRITE` does for the lanes; and a session whose client has given up ends.
+                // As `BEGIN READ WRITE` does for the lanes; and a session whose client has given up ends. What runs
+                // here is over before it could be compiled.
                 base.options([
                     ("default_transaction_read_only", "off"),
                     ("statement_timeout", limit.as_str()),
+                    ("jit", "off"),
                 ]),
             )
         };
@@ -110,6 +112,7 @@ impl PostgresOptions {
             sql: Arc::new(Sql::new(&schema)),
             schema,
             pooler: self.pooler,
+            signals: Signals::default(),
         })
     }
 
@@ -125,6 +128,7 @@ impl PostgresOptions {
             sql: Arc::new(Sql::new(&schema)),
             schema,
             pooler: false,
+            signals: Signals::default(),
         }
     }
 }

@@ -4,7 +4,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use super::SchemaName;
 use crate::event::EventKey;
-use crate::store::{ClaimRequest, Claims};
+use crate::store::{ClaimRequest, Claims, LANES};
 
 /// Every statement of the store, with the schema's name in its place. Built once; the name is a
 /// validated and quoted identifier, and nothing else is ever put into SQL.
@@ -36,6 +36,16 @@ pub(super) struct Sql {
     pub purge: SqlStr,
     pub purge_lag: SqlStr,
     pub seen: SqlStr,
+    pub tell: SqlStr,
+    pub hold_lanes: SqlStr,
+    pub make_lanes: SqlStr,
+    pub give_up_lanes: SqlStr,
+    pub due: SqlStr,
+    pub delete_sent: SqlStr,
+    pub keep_sent: SqlStr,
+    pub mark_refused: SqlStr,
+    pub outgoing: SqlStr,
+    pub purge_sent: SqlStr,
 }
 
 /// The function behind the view `pg_stat_activity`, whose joins a new session would plan for milliseconds.
@@ -302,12 +312,149 @@ SELECT i.consumer, count(*)
  GROUP BY i.consumer
  ORDER BY i.consumer";
 
+/// The channel on which relays are told of outgoing events, of whatever schema.
+pub(super) const CHANNEL: &str = "onlyonce_outbox";
+
+/// `$1` channel, `$2` for whom.
+const TELL: &str = "SELECT pg_notify($1, $2)";
+
+/// `$1` relay, `$2` owner, `$3` lease. Instances that start at once may each take what is free; at
+/// their next renewal they have seen each other. What is given up is nobody's for a third of the lease.
+/// Dead instances are forgotten late, so that one that was only slow is never waited for by its neighbours.
+const HOLD_LANES: &str = "
+WITH me AS (
+       INSERT INTO {s}.outbox_relays (relay, owner, alive_until)
+       VALUES ($1, $2, now() + $3::bigint * interval '1 millisecond')
+           ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until),
+     dead AS (
+       DELETE FROM {s}.outbox_relays WHERE relay = $1 AND owner <> $2 AND alive_until < now() - interval '1 minute'),
+     share AS (
+       SELECT ceil({lanes} / (1 + count(*))::numeric)::bigint AS lanes
+         FROM {s}.outbox_relays
+        WHERE relay = $1 AND owner <> $2 AND alive_until >= now()),
+     mine AS (
+       SELECT lane, row_number() OVER (ORDER BY lane) <= (SELECT lanes FROM share) AS kept
+         FROM {s}.outbox_lanes
+        WHERE relay = $1 AND owner = $2),
+     free AS (
+       SELECT lane
+         FROM {s}.outbox_lanes
+        WHERE relay = $1 AND owner IS DISTINCT FROM $2 AND leased_until < now()
+        ORDER BY lane
+        LIMIT GREATEST((SELECT lanes FROM share) - (SELECT count(*) FROM mine), 0)
+          FOR UPDATE SKIP LOCKED),
+     renewed AS (
+       UPDATE {s}.outbox_lanes l
+          SET owner = CASE WHEN mine.kept THEN $2 END,
+              leased_until = now() + CASE WHEN mine.kept THEN $3::bigint ELSE $3::bigint / 3 END * interval '1 millisecond'
+         FROM mine
+        WHERE l.relay = $1 AND l.lane = mine.lane AND l.owner = $2
+    RETURNING l.lane, l.fence, mine.kept),
+     taken AS (
+       UPDATE {s}.outbox_lanes l
+          SET owner = $2, fence = l.fence + 1, leased_until = now() + $3::bigint * interval '1 millisecond'
+         FROM free
+        WHERE l.relay = $1 AND l.lane = free.lane
+    RETURNING l.lane, l.fence)
+SELECT lane, fence FROM renewed WHERE kept UNION ALL SELECT lane, fence FROM taken ORDER BY lane";
+
+const MAKE_LANES: &str = "
+INSERT INTO {s}.outbox_lanes (relay, lane) SELECT $1, generate_series(0, {lanes} - 1)
+    ON CONFLICT (relay, lane) DO NOTHING";
+
+const GIVE_UP_LANES: &str = "
+WITH gone AS (
+       DELETE FROM {s}.outbox_relays WHERE relay = $1 AND owner = $2)
+UPDATE {s}.outbox_lanes SET owner = NULL, leased_until = '-infinity' WHERE relay = $1 AND owner = $2";
+
+/// `$1` relay, `$2` lanes, `$3` rows in hand, `$4` paused destinations, `$5` publishers that are down,
+/// `$6` whether to overtake, `$7` rows of each lane, `$8` bytes.
+///
+/// Of each lane the first rows, by its part of the index `outbox_due`: sorted by id over all lanes at
+/// once, a long backlog would be read whole each time. What may stand in a row's way is looked up by
+/// its key in `outbox_waiting`, in the words of that index. The planner cannot know how many rows the conditions
+/// leave, and with a bad guess would rather sort a whole lane or read all that waits: OFFSET makes it look
+/// up row by row, and a LIMIT that it cannot see through makes it expect to read a part of the lane.
+const DUE: &str = "
+WITH first AS (
+       SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
+         FROM unnest($2::smallint[]) AS l (lane)
+        CROSS JOIN LATERAL (
+              SELECT o.id, o.size
+                FROM (SELECT i.id, i.relay, i.destination, i.key_hash, i.next_attempt_at, i.send_at,
+                             COALESCE(octet_length(i.payload), 0) + octet_length(i.headers) AS size
+                        FROM {s}.outbox i
+                       WHERE i.relay = $1 AND i.lane = l.lane AND i.sent_at IS NULL AND i.parked_at IS NULL
+                       ORDER BY i.id
+                       LIMIT (SELECT 9223372036854775807)) o
+               WHERE (o.next_attempt_at IS NULL OR o.next_attempt_at <= now())
+                 AND (o.send_at IS NULL OR o.send_at <= now())
+                 AND o.id <> ALL ($3::bigint[]) AND o.destination <> ALL ($4::text[])
+                 AND split_part(o.destination, ':', 1) <> ALL ($5::text[])
+                 AND ($6 OR NOT EXISTS (
+                     SELECT 1 FROM {s}.outbox w
+                      WHERE w.key_hash = o.key_hash AND w.id < o.id AND w.relay = o.relay AND w.sent_at IS NULL
+                        AND (w.parked_at IS NOT NULL OR w.next_attempt_at IS NOT NULL OR w.send_at IS NOT NULL)
+                        AND (w.parked_at IS NOT NULL OR w.next_attempt_at > now() OR w.send_at > now())
+                     OFFSET 0))
+               ORDER BY o.id
+               LIMIT $7) o)
+SELECT o.id, o.lane, o.key_hash, o.destination, o.attempts, o.event_id, o.source, o.event_type, o.ordering_key,
+       o.payload, o.content_type, o.headers, o.attributes, o.mode, o.traceparent, o.replays,
+       (EXTRACT(EPOCH FROM o.created_at) * 1000000)::bigint AS created_at
+  FROM first
+  JOIN {s}.outbox o ON o.id = first.id
+ WHERE first.before < $8
+ ORDER BY o.id";
+
+const DELETE_SENT: &str = "DELETE FROM {s}.outbox WHERE id = ANY ($1)";
+
+/// A row may have been parked by another instance before the broker's answer came.
+const KEEP_SENT: &str = "
+UPDATE {s}.outbox SET sent_at = now(), parked_at = NULL, next_attempt_at = NULL WHERE id = ANY ($1) AND sent_at IS NULL";
+
+/// `$1` rows, `$2` lanes, `$3` fences, `$4` errors, `$5` delays (NULL: park). Whoever takes a lane over
+/// waits for this, or this finds another fence.
+const MARK_REFUSED: &str = "
+WITH refused AS (
+       SELECT o.id, u.error, u.again
+         FROM unnest($1::bigint[], $2::smallint[], $3::bigint[], $4::text[], $5::bigint[])
+              AS u (id, lane, fence, error, again)
+         JOIN {s}.outbox o ON o.id = u.id AND o.lane = u.lane
+         JOIN {s}.outbox_lanes l ON l.relay = o.relay AND l.lane = u.lane AND l.fence = u.fence
+          FOR SHARE OF l)
+UPDATE {s}.outbox o
+   SET attempts = o.attempts + 1, last_error = r.error,
+       next_attempt_at = now() + r.again * interval '1 millisecond',
+       parked_at = CASE WHEN r.again IS NULL THEN now() END
+  FROM refused r
+ WHERE o.id = r.id AND o.sent_at IS NULL AND o.parked_at IS NULL
+RETURNING o.id";
+
+const OUTGOING: &str = "
+SELECT count(*) FILTER (WHERE parked_at IS NULL),
+       (EXTRACT(EPOCH FROM now() - min(GREATEST(created_at, send_at)) FILTER (
+            WHERE parked_at IS NULL AND COALESCE(next_attempt_at <= now(), true) AND COALESCE(send_at <= now(), true)
+        )) * 1000)::bigint,
+       (SELECT count(*) FROM {s}.outbox WHERE relay = $1 AND parked_at IS NOT NULL)
+  FROM {s}.outbox
+ WHERE relay = $1 AND sent_at IS NULL AND parked_at IS NULL";
+
+const PURGE_SENT: &str = "
+DELETE FROM {s}.outbox
+ WHERE id IN (SELECT id FROM {s}.outbox
+               WHERE relay = $1 AND sent_at < now() - $2::bigint * interval '1 millisecond'
+               ORDER BY sent_at
+               LIMIT $3
+                 FOR UPDATE SKIP LOCKED)";
+
 impl Sql {
     pub(super) fn new(schema: &SchemaName) -> Self {
         let text = |template: &str| {
             template
                 .replace("{s}", &schema.quoted())
                 .replace("{unfinished}", UNFINISHED)
+                .replace("{lanes}", &LANES.to_string())
         };
         let guard = GUARD.replace("{keys}", "ANY ($2)");
         // One key, without an array to build and to take apart.
@@ -344,6 +491,16 @@ impl Sql {
             purge: sql(PURGE),
             purge_lag: sql(PURGE_LAG),
             seen: sql(SEEN),
+            tell: sql(TELL),
+            hold_lanes: sql(HOLD_LANES),
+            make_lanes: sql(MAKE_LANES),
+            give_up_lanes: sql(GIVE_UP_LANES),
+            due: sql(DUE),
+            delete_sent: sql(DELETE_SENT),
+            keep_sent: sql(KEEP_SENT),
+            mark_refused: sql(MARK_REFUSED),
+            outgoing: sql(OUTGOING),
+            purge_sent: sql(PURGE_SENT),
         }
     }
 

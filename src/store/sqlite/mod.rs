@@ -14,9 +14,11 @@
 mod classify;
 mod commit;
 mod inbox;
+mod listening;
 mod operations;
 mod options;
 mod outgoing;
+mod relaying;
 mod session;
 mod sql;
 #[cfg(test)]
@@ -36,7 +38,7 @@ pub use options::SqliteOptions;
 use classify::classify_begin;
 use session::Sessions;
 
-use super::{StoreError, StoreErrorKind};
+use super::{Signals, StoreError, StoreErrorKind};
 
 /// How long a write beside the work (a lease, a letter, purge) waits for the handler that is running.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -62,6 +64,7 @@ pub struct SqliteStore {
     writers: Arc<Semaphore>,
     /// `None` where the pool is not ours to fit.
     sessions: Option<Arc<Sessions>>,
+    signals: Signals,
 }
 
 impl SqliteStore {

@@ -21,8 +21,11 @@ const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
 /// How long a migration waits for other processes that start at the same time.
 const MIGRATING: Duration = Duration::from_secs(60);
 
-/// What `check` compares with: every table with its columns and their types.
-const COLUMNS: &[(&str, &[(&str, &str)])] = &[
+/// Tables with their columns and the types of these.
+pub(super) type Tables = &'static [(&'static str, &'static [(&'static str, &'static str)])];
+
+/// What `check` compares with.
+const COLUMNS: Tables = &[
     ("onlyonce_open_claims", &[("mark", "TEXT")]),
     (
         "onlyonce_processed_events",
@@ -156,7 +159,7 @@ impl Operations for SqliteStore {
     async fn check(&self, limits: &Limits) -> Result<(), StoreError> {
         self.check_settings(limits).await?;
         self.check_version().await?;
-        self.check_columns().await?;
+        self.check_columns(COLUMNS).await?;
         self.check_unique().await?;
         self.check_open_mark().await
     }
@@ -275,7 +278,7 @@ impl SqliteStore {
         Ok(())
     }
 
-    async fn check_version(&self) -> Result<(), StoreError> {
+    pub(super) async fn check_version(&self) -> Result<(), StoreError> {
         let read = |e| classify("checking the schema", e);
         let mut conn = self.reserve.acquire().await.map_err(read)?;
         if !has_table(&mut conn, "onlyonce_schema_version")
@@ -307,8 +310,8 @@ impl SqliteStore {
         )))
     }
 
-    async fn check_columns(&self) -> Result<(), StoreError> {
-        for (table, columns) in COLUMNS {
+    pub(super) async fn check_columns(&self, tables: Tables) -> Result<(), StoreError> {
+        for (table, columns) in tables {
             let there: HashMap<String, String> =
                 sqlx::query_as("SELECT name, upper(type) FROM pragma_table_info(?1)")
                     .bind(table)

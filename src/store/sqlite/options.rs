@@ -9,7 +9,7 @@ use sqlx::sqlite::{
 use tokio::sync::Semaphore;
 
 use super::{Sessions, SqliteStore};
-use crate::store::{StoreError, StoreErrorKind};
+use crate::store::{Signals, StoreError, StoreErrorKind};
 
 /// Connections that the framework keeps for itself: leases and dead letters do not queue for a lane's.
 pub(super) const RESERVE: u32 = 2;
@@ -104,6 +104,7 @@ impl SqliteOptions {
             reserve: pool(RESERVE).connect_lazy_with(base),
             writers: Arc::new(Semaphore::new(1)),
             sessions: Some(Arc::new(Sessions::new())),
+            signals: Signals::default(),
         })
     }
 
@@ -117,6 +118,7 @@ impl SqliteOptions {
             reserve,
             writers: Arc::new(Semaphore::new(1)),
             sessions: None,
+            signals: Signals::default(),
         }
     }
 }

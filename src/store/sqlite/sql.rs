@@ -296,5 +296,157 @@ pub(super) const PURGE_LAG: &str = concat!(
     " - min(processed_at) - ?2, 0), 0) FROM onlyonce_processed_events WHERE consumer = ?1 AND kind = 'event'"
 );
 
+/// `?1` relay, `?2` owner, `?3` lease.
+pub(super) const ALIVE: &str = concat!(
+    "
+INSERT INTO onlyonce_outbox_relays (relay, owner, alive_until) VALUES (?1, ?2, ",
+    now!(),
+    " + ?3)
+    ON CONFLICT (relay, owner) DO UPDATE SET alive_until = excluded.alive_until"
+);
+
+pub(super) const FORGET_DEAD: &str = concat!(
+    "DELETE FROM onlyonce_outbox_relays WHERE relay = ?1 AND alive_until < ",
+    now!()
+);
+
+pub(super) const MAKE_LANES: &str = "
+WITH RECURSIVE lanes (lane) AS (SELECT 0 UNION ALL SELECT lane + 1 FROM lanes WHERE lane < ?2 - 1)
+INSERT INTO onlyonce_outbox_lanes (relay, lane) SELECT ?1, lane FROM lanes WHERE true
+    ON CONFLICT (relay, lane) DO NOTHING";
+
+/// `?1` relay, `?2` owner, `?3` lease, `?4` all lanes. What is above the share is nobody's for a third of the
+/// lease.
+pub(super) const RENEW_LANES: &str = concat!(
+    "
+WITH mine AS MATERIALIZED (
+       SELECT lane, row_number() OVER (ORDER BY lane) <= (
+              SELECT (?4 + count(*) - 1) / count(*) FROM onlyonce_outbox_relays WHERE relay = ?1) AS kept
+         FROM onlyonce_outbox_lanes
+        WHERE relay = ?1 AND owner = ?2)
+UPDATE onlyonce_outbox_lanes
+   SET owner = CASE WHEN mine.kept THEN ?2 END,
+       leased_until = ",
+    now!(),
+    " + CASE WHEN mine.kept THEN ?3 ELSE ?3 / 3 END
+  FROM mine
+ WHERE relay = ?1 AND onlyonce_outbox_lanes.lane = mine.lane"
+);
+
+/// The same arguments.
+pub(super) const TAKE_LANES: &str = concat!(
+    "
+UPDATE onlyonce_outbox_lanes
+   SET owner = ?2, fence = fence + 1, leased_until = ",
+    now!(),
+    " + ?3
+ WHERE relay = ?1 AND lane IN (
+       SELECT lane FROM onlyonce_outbox_lanes
+        WHERE relay = ?1 AND owner IS NOT ?2 AND leased_until < ",
+    now!(),
+    "
+        ORDER BY lane
+        LIMIT max((SELECT (?4 + count(*) - 1) / count(*) FROM onlyonce_outbox_relays WHERE relay = ?1)
+                  - (SELECT count(*) FROM onlyonce_outbox_lanes WHERE relay = ?1 AND owner = ?2), 0))"
+);
+
+pub(super) const HELD_LANES: &str =
+    "SELECT lane, fence FROM onlyonce_outbox_lanes WHERE relay = ?1 AND owner = ?2 ORDER BY lane";
+
+pub(super) const GIVE_UP_LANES: &str = "
+UPDATE onlyonce_outbox_lanes SET owner = NULL, leased_until = 0 WHERE relay = ?1 AND owner = ?2;
+DELETE FROM onlyonce_outbox_relays WHERE relay = ?1 AND owner = ?2";
+
+/// `?1` relay, `?2` lanes, `?3` rows in hand, `?4` paused destinations, `?5` publishers that are down,
+/// `?6` whether to overtake, `?7` rows of each lane, `?8` bytes; `?2` to `?5` are JSON arrays.
+///
+/// Of each lane the first rows, by its part of the index `outbox_due`. What may stand in a row's way
+/// is looked up by its key in `outbox_waiting`, in the words of that index.
+pub(super) const DUE_OUTGOING: &str = concat!(
+    "
+WITH first AS MATERIALIZED (
+       SELECT id, sum(size) OVER (ORDER BY id) - size AS before FROM (
+              SELECT o.id, COALESCE(length(o.payload), 0) + length(o.headers) AS size
+                FROM json_each(?2) l
+               CROSS JOIN onlyonce_outbox o ON o.id IN (
+                     SELECT i.id FROM onlyonce_outbox i
+                      WHERE i.relay = ?1 AND i.lane = l.value AND i.sent_at IS NULL AND i.parked_at IS NULL
+                        AND (i.next_attempt_at IS NULL OR i.next_attempt_at <= ",
+    now!(),
+    ")
+                        AND (i.send_at IS NULL OR i.send_at <= ",
+    now!(),
+    ")
+                        AND i.id NOT IN (SELECT value FROM json_each(?3))
+                        AND i.destination NOT IN (SELECT value FROM json_each(?4))
+                        AND substr(i.destination, 1, instr(i.destination, ':') - 1)
+                            NOT IN (SELECT value FROM json_each(?5))
+                        AND (?6 OR NOT EXISTS (
+                            SELECT 1 FROM onlyonce_outbox w
+                             WHERE w.key_hash = i.key_hash AND w.id < i.id AND w.relay = i.relay AND w.sent_at IS NULL
+                               AND (w.parked_at IS NOT NULL OR w.next_attempt_at IS NOT NULL OR w.send_at IS NOT NULL)
+                               AND (w.parked_at IS NOT NULL OR w.next_attempt_at > ",
+    now!(),
+    " OR w.send_at > ",
+    now!(),
+    ")))
+                      ORDER BY i.id
+                      LIMIT ?7)))
+SELECT o.id, o.lane, o.key_hash, o.destination, o.attempts, o.event_id, o.source, o.event_type, o.ordering_key,
+       o.payload, o.content_type, o.headers, o.attributes, o.mode, o.traceparent, o.replays, o.created_at
+  FROM first
+  JOIN onlyonce_outbox o ON o.id = first.id
+ WHERE first.before < ?8
+ ORDER BY o.id"
+);
+
+/// `?1` rows, a JSON array.
+pub(super) const DELETE_SENT: &str =
+    "DELETE FROM onlyonce_outbox WHERE id IN (SELECT value FROM json_each(?1))";
+
+/// A row may have been parked by another instance before the broker's answer came.
+pub(super) const KEEP_SENT: &str = concat!(
+    "UPDATE onlyonce_outbox SET parked_at = NULL, next_attempt_at = NULL, sent_at = ",
+    now!(),
+    " WHERE id IN (SELECT value FROM json_each(?1)) AND sent_at IS NULL"
+);
+
+/// `?1` row, `?2` lane, `?3` fence, `?4` error, `?5` delay (NULL: park).
+pub(super) const MARK_REFUSED: &str = concat!(
+    "
+UPDATE onlyonce_outbox
+   SET attempts = attempts + 1, last_error = ?4, next_attempt_at = ",
+    now!(),
+    " + ?5, parked_at = CASE WHEN ?5 IS NULL THEN ",
+    now!(),
+    " END
+ WHERE id = ?1 AND lane = ?2 AND sent_at IS NULL AND parked_at IS NULL
+   AND EXISTS (SELECT 1 FROM onlyonce_outbox_lanes l
+                WHERE l.relay = onlyonce_outbox.relay AND l.lane = ?2 AND l.fence = ?3)"
+);
+
+pub(super) const OUTGOING: &str = concat!(
+    "
+SELECT count(*),
+       t - min(max(created_at, COALESCE(send_at, 0))) FILTER (
+           WHERE COALESCE(next_attempt_at <= t, true) AND COALESCE(send_at <= t, true)),
+       (SELECT count(*) FROM onlyonce_outbox WHERE relay = ?1 AND parked_at IS NOT NULL)
+  FROM onlyonce_outbox, (SELECT ",
+    now!(),
+    " AS t)
+ WHERE relay = ?1 AND sent_at IS NULL AND parked_at IS NULL"
+);
+
+pub(super) const PURGE_SENT: &str = concat!(
+    "
+DELETE FROM onlyonce_outbox
+ WHERE id IN (SELECT id FROM onlyonce_outbox
+               WHERE relay = ?1 AND sent_at IS NOT NULL AND sent_at < ",
+    now!(),
+    " - ?2
+               ORDER BY sent_at
+               LIMIT ?3)"
+);
+
 /// Rewrites what is there: a read-only file refuses it, and so does a full disk.
 pub(super) const PROBE: &str = "UPDATE onlyonce_schema_version SET max_supported = max_supported";
