@@ -32,12 +32,14 @@
 
 mod broker;
 mod deliver;
+mod publisher;
 
 use bytes::Bytes;
 
 pub use crate::crash::CrashPoint;
 pub use broker::{Broker, BrokerSource, Stats};
 pub use deliver::{Report, deliver};
+pub use publisher::{MemoryPublisher, Reply};
 
 use crate::event::{Origin, RawEvent};
 
