@@ -48,6 +48,7 @@ pub mod inbox;
 pub mod outbox;
 pub mod publisher;
 mod reason;
+pub mod relay;
 pub mod source;
 pub mod store;
 pub mod supervisor;
@@ -64,6 +65,7 @@ pub use handler::{
 };
 pub use outbox::Outbox;
 pub use reason::Reason;
+pub use relay::Relay;
 pub use supervisor::Supervisor;
 
 /// Guides: the pages in `docs/`, whose code is compiled with the documentation tests.

@@ -1,4 +1,4 @@
-//! Several consumers and the purge in one process: one stop, one health, one sum of connections.
+//! Several consumers, a relay and the purge in one process: one stop, one health, one sum of connections.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -11,11 +11,12 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use crate::consumer::{BuildError, Consumer, ConsumerHealth, Health, RunError, check_connections};
-use crate::store::{Inbox, Operations, PurgeCursor, StoreError};
+use crate::consumer::{BuildError, Consumer, Health, RunError, Vitals, check_connections};
+use crate::relay::Relay;
+use crate::store::{Inbox, Operations, PurgeCursor, Relaying, StoreError};
 use crate::telemetry;
 
-/// Runs consumers until it is told to stop.
+/// Runs consumers and relays until it is told to stop.
 ///
 /// ```no_run
 /// # async fn example<S: onlyonce::store::Inbox + onlyonce::store::Operations>(
@@ -29,14 +30,14 @@ use crate::telemetry;
 /// # Ok(()) }
 /// ```
 pub struct Supervisor {
-    consumers: Vec<Member>,
+    members: Vec<Member>,
     health: Health,
     purge: Purge,
 }
 
 /// Configures a [`Supervisor`].
 pub struct SupervisorBuilder {
-    consumers: Vec<Member>,
+    members: Vec<Member>,
     purge: Purge,
 }
 
@@ -49,22 +50,23 @@ struct Purge {
 
 type Running<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// A consumer with its types forgotten.
+/// A consumer or a relay with its types forgotten.
 struct Member {
+    kind: &'static str,
     name: String,
     pool: usize,
     max_connections: u32,
     connections: Vec<(&'static str, u32)>,
-    health: Arc<ConsumerHealth>,
+    health: Arc<dyn Vitals>,
     run: Box<dyn FnOnce(CancellationToken) -> Running<Result<(), RunError>> + Send>,
     purge: Box<dyn FnOnce(Purge) -> Running<()> + Send>,
 }
 
 impl Supervisor {
-    /// Begins a supervisor without consumers.
+    /// Begins a supervisor of nothing.
     pub fn builder() -> SupervisorBuilder {
         SupervisorBuilder {
-            consumers: Vec::new(),
+            members: Vec::new(),
             purge: Purge {
                 every: Duration::from_secs(60),
                 batch: 5000,
@@ -78,10 +80,10 @@ impl Supervisor {
     }
 
     /// Runs until `stop` is ready, then stops in good order: take no more, finish or roll back what
-    /// runs within the deadline, give back the rest, flush the acks. Ends early with the first error
-    /// of a consumer, after the others have stopped.
+    /// runs within the deadline, give back the rest, flush the acks and marks. Ends early with the first error
+    /// of a consumer or a relay, after the others have stopped.
     ///
-    /// Dropping this future does not cut anything off: it stops the consumers as well, in the background.
+    /// Dropping this future does not cut anything off: it stops them as well, in the background.
     pub async fn run_until(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<(), RunError> {
         let token = CancellationToken::new();
         // Held by this future: dropping it cancels the token, and the tasks below end by themselves.
@@ -100,13 +102,13 @@ impl Supervisor {
 
     async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
         let mut purges = JoinSet::new();
-        let mut consumers = JoinSet::new();
-        for member in self.consumers {
-            consumers.spawn((member.run)(stop.clone()));
+        let mut members = JoinSet::new();
+        for member in self.members {
+            members.spawn((member.run)(stop.clone()));
             purges.spawn((member.purge)(self.purge));
         }
         let mut result = Ok(());
-        while let Some(ended) = consumers.join_next().await {
+        while let Some(ended) = members.join_next().await {
             stop.cancel();
             let ended = ended.unwrap_or_else(|e| Err(RunError::lane_died("supervisor", Some(e))));
             result = result.and(ended);
@@ -122,7 +124,8 @@ impl SupervisorBuilder {
     pub fn consumer<S: Inbox + Operations>(mut self, consumer: Consumer<S>) -> Self {
         let store = consumer.store().clone();
         let (name, window) = (consumer.name().to_owned(), consumer.dedup_window());
-        self.consumers.push(Member {
+        self.members.push(Member {
+            kind: "consumer",
             name: name.clone(),
             pool: store.pool_id(),
             max_connections: store.max_connections(),
@@ -134,13 +137,30 @@ impl SupervisorBuilder {
         self
     }
 
-    /// How often claims past the dedup window are looked for. Default every minute.
+    /// Adds a relay.
+    pub fn relay<S: Relaying>(mut self, relay: Relay<S>) -> Self {
+        let store = relay.store().clone();
+        let (name, kept) = (relay.name().to_owned(), relay.keeps_sent());
+        self.members.push(Member {
+            kind: "relay",
+            name: name.clone(),
+            pool: store.pool_id(),
+            max_connections: store.max_connections(),
+            connections: relay.connections().to_vec(),
+            health: relay.health(),
+            run: Box::new(move |stop| Box::pin(relay.run(stop))),
+            purge: Box::new(move |pace| Box::pin(purge_sent(store, name, kept, pace))),
+        });
+        self
+    }
+
+    /// How often claims past the dedup window, and sent events past their time, are looked for. Default every minute.
     pub fn purge_every(mut self, every: Duration) -> Self {
         self.purge.every = every;
         self
     }
 
-    /// How many claims one purge statement deletes at most. Default 5,000.
+    /// How many rows one purge statement deletes at most. Default 5,000.
     pub fn purge_batch(mut self, rows: u32) -> Self {
         self.purge.batch = rows;
         self
@@ -149,7 +169,7 @@ impl SupervisorBuilder {
     /// Checks what can only be checked together: names, and the connections of consumers that share a pool.
     pub fn build(self) -> Result<Supervisor, BuildError> {
         let mut problems = Vec::new();
-        if self.consumers.is_empty() {
+        if self.members.is_empty() {
             problems.push("consumers is 0 (at least 1)".to_owned());
         }
         if self.purge.batch == 0 {
@@ -159,16 +179,16 @@ impl SupervisorBuilder {
             problems.push(format!("purge_every is {:?} (at least 100ms)", self.purge.every));
         }
         let mut names = HashSet::new();
-        for member in &self.consumers {
-            if !names.insert((member.pool, member.name.as_str())) {
+        for member in &self.members {
+            if !names.insert((member.pool, member.kind, member.name.as_str())) {
                 problems.push(format!(
-                    "consumer {} is there twice (two subscribers with one name would starve each other)",
-                    member.name
+                    "{} {} is there twice (two subscribers with one name would starve each other)",
+                    member.kind, member.name
                 ));
             }
         }
         let mut pools: HashMap<usize, Vec<&Member>> = HashMap::new();
-        for member in &self.consumers {
+        for member in &self.members {
             pools.entry(member.pool).or_default().push(member);
         }
         for members in pools.values() {
@@ -182,11 +202,11 @@ impl SupervisorBuilder {
             return Err(BuildError(problems));
         }
         let health = Health::default();
-        for member in &self.consumers {
+        for member in &self.members {
             health.add(member.health.clone());
         }
         Ok(Supervisor {
-            consumers: self.consumers,
+            members: self.members,
             health,
             purge: self.purge,
         })
@@ -226,11 +246,35 @@ async fn purge_once<S: Operations>(
     }
 }
 
+/// Removes sent events that were kept for long enough, if any are.
+async fn purge_sent<S: Relaying>(store: S, relay: String, kept: Option<Duration>, pace: Purge) {
+    let Some(kept) = kept else { return };
+    loop {
+        sleep(pace.every).await;
+        loop {
+            match store.purge_sent(&relay, kept, pace.batch).await {
+                Ok(rows) => {
+                    telemetry::sent_purged(&relay, rows);
+                    if rows < u64::from(pace.batch) {
+                        break;
+                    }
+                    // Leaves room for the work between two batches.
+                    sleep(Duration::from_millis(50)).await;
+                }
+                Err(error) => {
+                    tracing::debug!(relay, %error, "the purge was interrupted; it goes on at the next turn");
+                    break;
+                }
+            }
+        }
+    }
+}
+
 impl fmt::Debug for Supervisor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<_> = self.consumers.iter().map(|m| &m.name).collect();
+        let names: Vec<_> = self.members.iter().map(|m| (m.kind, &m.name)).collect();
         f.debug_struct("Supervisor")
-            .field("consumers", &names)
+            .field("members", &names)
             .field("purge", &self.purge)
             .finish()
     }
@@ -242,6 +286,18 @@ impl<S: Inbox + Operations> Consumer<S> {
     pub async fn run_until(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<(), RunError> {
         let supervisor = Supervisor::builder()
             .consumer(self)
+            .build()
+            .map_err(RunError::build)?;
+        supervisor.run_until(stop).await
+    }
+}
+
+impl<S: Relaying> Relay<S> {
+    /// Runs this relay alone until `stop` is ready, then stops in good order; see
+    /// [`Supervisor`](crate::Supervisor) for one beside consumers, for health and for a purge of your own pace.
+    pub async fn run_until(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<(), RunError> {
+        let supervisor = Supervisor::builder()
+            .relay(self)
             .build()
             .map_err(RunError::build)?;
         supervisor.run_until(stop).await

@@ -16,6 +16,16 @@
 //! | `onlyonce.inbox.oldest_due.seconds` | gauge | consumer | how long the oldest due one has waited |
 //! | `onlyonce.purged` | counter | consumer | claims that left the dedup window |
 //! | `onlyonce.purge.lag.seconds` | gauge | consumer | how far the oldest claim is past the window |
+//! | `onlyonce.outbox.pending` | gauge | relay | outgoing events that are neither sent nor parked |
+//! | `onlyonce.outbox.parked` | gauge | relay | outgoing events that need a person |
+//! | `onlyonce.outbox.oldest.seconds` | gauge | relay | the age of the oldest event that is due |
+//! | `onlyonce.outbox.failed` | counter | relay, system, kind | publishes that ended without a confirmation |
+//! | `onlyonce.outbox.parkings` | counter | relay | events that were parked |
+//! | `onlyonce.outbox.purged` | counter | relay | events that were sent, kept, and deleted |
+//! | `onlyonce.relay.lanes` | gauge | relay | lanes that this instance holds |
+//! | `onlyonce.relay.lane_changes` | counter | relay | lanes that it got or lost |
+//! | `messaging.client.sent.messages` | counter | relay, system | outgoing events that were confirmed |
+//! | `messaging.client.operation.duration` | histogram, s | relay, system | one publish, until the broker's answer |
 //! | `messaging.client.consumed.messages` | counter | consumer, system | deliveries received |
 //! | `messaging.process.duration` | histogram, s | consumer, system | one transaction, begin to commit |
 //!
@@ -24,10 +34,16 @@
 //! The span `process` carries `messaging.system`, `messaging.destination.name`,
 //! `messaging.operation.name`, `messaging.operation.type`, `messaging.consumer.group.name` and, for
 //! one event, `messaging.message.id`; for a batch, `messaging.batch.message_count`.
+//!
+//! The span `send` (`publish` on RabbitMQ) is one outgoing event until the broker's answer. It carries
+//! `messaging.system`, `messaging.destination.name`, `messaging.operation.name`,
+//! `messaging.operation.type`, `messaging.message.id` and `onlyonce.origin.traceparent`, the trace in
+//! which the event was written.
 
 use std::time::Duration;
 
-use crate::store::Backlog;
+use crate::publisher::PublishErrorKind;
+use crate::store::{Backlog, OutgoingBacklog};
 
 /// What became of a delivery, as the label `onlyonce.outcome` says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,14 +72,27 @@ impl Outcome {
     }
 }
 
+/// Why a publish failed, as the label `error.type` says it.
+#[cfg(feature = "metrics")]
+const fn kind_as_str(kind: PublishErrorKind) -> &'static str {
+    match kind {
+        PublishErrorKind::Invalid => "invalid",
+        PublishErrorKind::Refused => "refused",
+        PublishErrorKind::Interrupted => "interrupted",
+        PublishErrorKind::Destination => "destination",
+        PublishErrorKind::Unavailable => "unavailable",
+    }
+}
+
 pub(crate) use emit::*;
 
 #[cfg(feature = "metrics")]
 mod emit {
     use metrics::{counter, gauge, histogram};
 
-    use super::{Backlog, Duration, Outcome};
+    use super::{Backlog, Duration, Outcome, OutgoingBacklog, PublishErrorKind, kind_as_str};
 
+    const RELAY: &str = "onlyonce.relay";
     const CONSUMER: &str = "onlyonce.consumer";
     const SYSTEM: &str = "messaging.system";
     const OUTCOME: &str = "onlyonce.outcome";
@@ -115,12 +144,49 @@ mod emit {
         counter!("onlyonce.purged", CONSUMER => consumer.to_owned()).increment(rows);
         gauge!("onlyonce.purge.lag.seconds", CONSUMER => consumer.to_owned()).set(lag.as_secs_f64());
     }
+
+    pub(crate) fn published(
+        relay: &str,
+        system: &'static str,
+        took: Duration,
+        failed: Option<PublishErrorKind>,
+    ) {
+        histogram!("messaging.client.operation.duration", RELAY => relay.to_owned(), SYSTEM => system)
+            .record(took.as_secs_f64());
+        match failed {
+            None => counter!("messaging.client.sent.messages", RELAY => relay.to_owned(), SYSTEM => system),
+            Some(kind) => counter!(
+                "onlyonce.outbox.failed", RELAY => relay.to_owned(), SYSTEM => system, KIND => kind_as_str(kind)
+            ),
+        }
+        .increment(1);
+    }
+
+    pub(crate) fn row_parked(relay: &str) {
+        counter!("onlyonce.outbox.parkings", RELAY => relay.to_owned()).increment(1);
+    }
+
+    pub(crate) fn lanes(relay: &str, held: usize, changed: usize) {
+        gauge!("onlyonce.relay.lanes", RELAY => relay.to_owned()).set(held as f64);
+        counter!("onlyonce.relay.lane_changes", RELAY => relay.to_owned()).increment(changed as u64);
+    }
+
+    pub(crate) fn outgoing(relay: &str, backlog: &OutgoingBacklog) {
+        gauge!("onlyonce.outbox.pending", RELAY => relay.to_owned()).set(backlog.pending as f64);
+        gauge!("onlyonce.outbox.parked", RELAY => relay.to_owned()).set(backlog.parked as f64);
+        gauge!("onlyonce.outbox.oldest.seconds", RELAY => relay.to_owned())
+            .set(backlog.oldest.unwrap_or_default().as_secs_f64());
+    }
+
+    pub(crate) fn sent_purged(relay: &str, rows: u64) {
+        counter!("onlyonce.outbox.purged", RELAY => relay.to_owned()).increment(rows);
+    }
 }
 
 /// Without the feature `metrics` every one of these compiles to nothing.
 #[cfg(not(feature = "metrics"))]
 mod emit {
-    use super::{Backlog, Duration, Outcome};
+    use super::{Backlog, Duration, Outcome, OutgoingBacklog, PublishErrorKind};
 
     pub(crate) fn settled(_consumer: &str, _system: &'static str, _outcome: Outcome) {}
     pub(crate) fn attempt_failed(_consumer: &str, _kind: &'static str) {}
@@ -132,4 +198,15 @@ mod emit {
     pub(crate) fn transaction(_consumer: &str, _system: &'static str, _took: Duration) {}
     pub(crate) fn backlog(_consumer: &str, _backlog: &Backlog) {}
     pub(crate) fn purged(_consumer: &str, _rows: u64, _lag: Duration) {}
+    pub(crate) fn published(
+        _relay: &str,
+        _system: &'static str,
+        _took: Duration,
+        _failed: Option<PublishErrorKind>,
+    ) {
+    }
+    pub(crate) fn row_parked(_relay: &str) {}
+    pub(crate) fn lanes(_relay: &str, _held: usize, _changed: usize) {}
+    pub(crate) fn outgoing(_relay: &str, _backlog: &OutgoingBacklog) {}
+    pub(crate) fn sent_purged(_relay: &str, _rows: u64) {}
 }

@@ -18,7 +18,7 @@ use crate::handler::{BatchHandler, BatchRunner, Handler, HandlerRunner, Run};
 use crate::inbox::InboxSource;
 use crate::outbox::{Outbox, Record};
 use crate::source::{Plan, Source};
-use crate::store::{Inbox, Isolation, Limits, Operations, Outgoing, Store};
+use crate::store::{Inbox, Isolation, Limits, Operations, Outgoing, Store, Waking};
 
 /// Connections that are kept for what must go on while all lanes are busy.
 const RESERVE: u32 = 2;
@@ -280,7 +280,7 @@ impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
     pub fn build(self) -> Result<Consumer<S>, BuildError> {
         let mut problems = Problems::default();
         let day = Duration::from_secs(86_400);
-        problems.name(&self.name);
+        problems.name(&self.name, "it is part of every deduplication key");
         // A name that is wrong is said once.
         let source = if problems.0.is_empty() { &self.name } else { "name" };
         let outbox = self
@@ -476,15 +476,16 @@ fn window_of(lanes: usize, batch: usize) -> usize {
         .clamp(1, 65_535)
 }
 
+/// What is wrong with settings: all of it, not only the first.
 #[derive(Default)]
-struct Problems(Vec<String>);
+pub(crate) struct Problems(pub(crate) Vec<String>);
 
 impl Problems {
-    fn add(&mut self, problem: String) {
+    pub(crate) fn add(&mut self, problem: String) {
         self.0.push(problem);
     }
 
-    fn range(&mut self, field: &str, value: usize, min: usize, max: usize) {
+    pub(crate) fn range(&mut self, field: &str, value: usize, min: usize, max: usize) {
         if value < min {
             self.add(format!("{field} is {value} (at least {min})"));
         } else if value > max {
@@ -492,7 +493,7 @@ impl Problems {
         }
     }
 
-    fn time(&mut self, field: &str, value: Duration, min: Duration, max: Duration) {
+    pub(crate) fn time(&mut self, field: &str, value: Duration, min: Duration, max: Duration) {
         if value < min {
             self.add(format!("{field} is {value:?} (at least {min:?})"));
         } else if value > max {
@@ -501,7 +502,7 @@ impl Problems {
     }
 
     /// Rows are written in the handler's transaction, whatever store the outbox was made with.
-    fn outbox<S: Store>(&mut self, outbox: &Outbox<S>, store: &S) {
+    fn outbox<S: Waking>(&mut self, outbox: &Outbox<S>, store: &S) {
         let of_outbox = |problem| format!("outbox: {problem}");
         self.0.extend(outbox.problems().into_iter().map(of_outbox));
         if outbox.store().pool_id() != store.pool_id() {
@@ -510,12 +511,9 @@ impl Problems {
     }
 
     /// Names are compared byte for byte; one with a blank at its end would be another consumer.
-    fn name(&mut self, name: &str) {
+    pub(crate) fn name(&mut self, name: &str, because: &str) {
         if name.is_empty() || name.len() > 128 {
-            self.add(format!(
-                "name is {} bytes long (1 to 128: it is part of every deduplication key)",
-                name.len()
-            ));
+            self.add(format!("name is {} bytes long (1 to 128: {because})", name.len()));
         } else if name.trim() != name || name.chars().any(char::is_control) {
             self.add(format!(
                 "name is {name:?} (no blanks around it, no control characters)"

@@ -1,8 +1,9 @@
 use std::fmt;
 
 use crate::source::SourceError;
+use crate::store::StoreError;
 
-/// What is wrong with a consumer's or a supervisor's settings: all of it, not only the first.
+/// What is wrong with the settings of a consumer, a relay or a supervisor: all of it, not only the first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BuildError(pub(crate) Vec<String>);
 
@@ -21,7 +22,8 @@ impl fmt::Display for BuildError {
 
 impl std::error::Error for BuildError {}
 
-/// A consumer ended, and not because it was told to. Nothing is lost: what was not acked comes again.
+/// A consumer or a relay ended, and not because it was told to. Nothing is lost: what was not acked comes
+/// again, and what was not sent is in the table.
 #[derive(Debug)]
 pub struct RunError {
     message: String,
@@ -37,6 +39,12 @@ impl RunError {
     pub(crate) fn store(consumer: &str, error: String) -> Self {
         Self {
             message: format!("consumer {consumer}: {error}"),
+        }
+    }
+
+    pub(crate) fn relay(relay: &str, error: &StoreError) -> Self {
+        Self {
+            message: format!("relay {relay}: {error}"),
         }
     }
 

@@ -21,7 +21,19 @@ const OVERDUE: Duration = Duration::from_secs(300);
 /// Answers probes of a process supervisor. Cheap to clone and to ask.
 #[derive(Clone, Default)]
 pub struct Health {
-    consumers: Arc<Mutex<Vec<Arc<ConsumerHealth>>>>,
+    members: Arc<Mutex<Vec<Arc<dyn Vitals>>>>,
+}
+
+/// What a consumer or a relay says of itself.
+pub(crate) trait Vitals: Send + Sync {
+    /// Adds the reasons to restart it.
+    fn live(&self, reasons: &mut Vec<String>);
+
+    /// Adds what keeps it from its work.
+    fn ready(&self, reasons: &mut Vec<String>);
+
+    /// Adds what somebody should look at. What all members of one database see is there once.
+    fn notes(&self, notes: &mut BTreeSet<String>);
 }
 
 /// The answer to a probe.
@@ -40,29 +52,29 @@ impl Health {
     /// Whether a restart would help: false only if a loop is stuck or has died. A database or a
     /// broker that is down is no reason to restart.
     pub fn live(&self) -> Check {
-        self.check(ConsumerHealth::live)
+        self.check(|member, reasons| member.live(reasons))
     }
 
-    /// Whether events are being taken: the sources are connected, the database answers, the loops
-    /// move, held events do not pile up.
+    /// Whether events are being taken and sent: the sources are connected, the database answers, the loops
+    /// move, held events do not pile up, publishers get through.
     pub fn ready(&self) -> Check {
-        self.check(ConsumerHealth::ready)
+        self.check(|member, reasons| member.ready(reasons))
     }
 
-    pub(crate) fn add(&self, consumer: Arc<ConsumerHealth>) {
-        lock(&self.consumers).push(consumer);
+    pub(crate) fn add(&self, member: Arc<dyn Vitals>) {
+        lock(&self.members).push(member);
     }
 
-    fn check(&self, of: impl Fn(&ConsumerHealth, &mut Vec<String>)) -> Check {
+    fn check(&self, of: impl Fn(&dyn Vitals, &mut Vec<String>)) -> Check {
         let mut reasons = Vec::new();
-        let consumers = lock(&self.consumers);
-        if consumers.is_empty() {
+        let members = lock(&self.members);
+        if members.is_empty() {
             reasons.push("no consumer has been added".to_owned());
         }
         let mut notes = BTreeSet::new();
-        for consumer in consumers.iter() {
-            of(consumer, &mut reasons);
-            consumer.notes(&mut notes);
+        for member in members.iter() {
+            of(&**member, &mut reasons);
+            member.notes(&mut notes);
         }
         Check {
             ok: reasons.is_empty(),
@@ -138,8 +150,9 @@ impl ConsumerHealth {
     pub(crate) fn ended(&self) {
         self.ended.store(true, Ordering::Relaxed);
     }
+}
 
-    /// Every consumer of one database sees the same; the set keeps one of each.
+impl Vitals for ConsumerHealth {
     fn notes(&self, notes: &mut BTreeSet<String>) {
         for Unread { consumer, held } in lock(&self.unread).iter() {
             notes.insert(format!(

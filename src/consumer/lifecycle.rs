@@ -13,7 +13,7 @@ use super::lane::Shared;
 use super::run::{Shape, run};
 use crate::delay::spread;
 use crate::source::Source;
-use crate::store::{Inbox, Operations, StoreErrorKind, Unread};
+use crate::store::{Inbox, Operations, StoreError, StoreErrorKind, Unread};
 
 /// One logical subscriber, ready to run. Made by [`Consumer::builder`].
 pub struct Consumer<S: Inbox + Operations> {
@@ -73,7 +73,14 @@ impl<S: Inbox + Operations> Consumer<S> {
             if let Some(weakness) = shared.identity.weakness(source.capabilities().weak_ids) {
                 tracing::warn!(consumer = shared.name, weakness, "weak identity");
             }
-            if !store_answers(&shared, &health, &stop).await? {
+            // The probe has a connection of its own and says why there is none; the pool that the check
+            // uses says, much later, only that it has waited.
+            let check = || async {
+                shared.store.probe().await?;
+                shared.store.check(&shared.limits).await
+            };
+            let answers = store_answers(&shared.name, check, |why| health.waiting_for(why), &stop).await;
+            if !answers.map_err(|error| RunError::store(&shared.name, error.to_string()))? {
                 return Ok(());
             }
             let mut beside = JoinSet::new();
@@ -106,40 +113,37 @@ impl<S: Inbox + Operations> Consumer<S> {
     }
 }
 
-/// Nothing is received before the database has answered and its tables are what this version needs.
-async fn store_answers<S: Inbox + Operations>(
-    shared: &Shared<S>,
-    health: &ConsumerHealth,
+/// Nothing is done before the database has answered and its tables are what this version needs: what
+/// `check` says, again and again until it is well or a person has to put it right. `false`: stopped before that.
+pub(crate) async fn store_answers<F>(
+    who: &str,
+    check: impl Fn() -> F,
+    waiting_for: impl Fn(Option<String>),
     stop: &CancellationToken,
-) -> Result<bool, RunError> {
+) -> Result<bool, StoreError>
+where
+    F: Future<Output = Result<(), StoreError>>,
+{
     for attempt in 1.. {
-        // The probe has a connection of its own and says why there is none; the pool that the check
-        // uses says, much later, only that it has waited.
-        let checked = async {
-            shared.store.probe().await?;
-            shared.store.check(&shared.limits).await
-        };
         let checked = tokio::select! {
-            checked = checked => checked,
+            checked = check() => checked,
             _ = stop.cancelled() => return Ok(false),
         };
         let error = match checked {
             Ok(()) => break,
-            Err(error) if error.kind() == StoreErrorKind::Misconfigured => {
-                return Err(RunError::store(&shared.name, error.to_string()));
-            }
+            Err(error) if error.kind() == StoreErrorKind::Misconfigured => return Err(error),
             Err(error) => error,
         };
-        health.waiting_for(Some(format!("the database does not answer yet: {error}")));
+        waiting_for(Some(format!("the database does not answer yet: {error}")));
         if attempt == 1 {
-            tracing::warn!(consumer = shared.name, %error, "the database does not answer yet; trying until it does");
+            tracing::warn!(who, %error, "the database does not answer yet; trying until it does");
         }
         tokio::select! {
             _ = tokio::time::sleep(spread(Duration::from_millis(100), Duration::from_secs(2), attempt)) => {}
             _ = stop.cancelled() => return Ok(false),
         }
     }
-    health.waiting_for(None);
+    waiting_for(None);
     Ok(true)
 }
 

@@ -17,9 +17,10 @@ mod run;
 mod window;
 
 pub use builder::ConsumerBuilder;
-pub(crate) use builder::check_connections;
+pub(crate) use builder::{Problems, check_connections};
 pub use error::{BuildError, RunError};
-pub(crate) use health::ConsumerHealth;
+pub(crate) use health::Vitals;
 pub use health::{Check, Health};
 pub use lifecycle::Consumer;
+pub(crate) use lifecycle::store_answers;
 pub use policy::{OnMismatch, Ordering, RetryPolicy};

@@ -21,6 +21,7 @@ use sqlx::Database;
 use uuid::Uuid;
 
 pub use collector::{BatchOutbox, EventOutbox};
+pub(crate) use destination::is_publisher_name;
 pub use destination::{Destination, DestinationError};
 pub use error::OutboxError;
 pub use event::OutgoingEvent;
@@ -29,7 +30,7 @@ pub(crate) use collector::Collector;
 pub(crate) use settings::Settings;
 pub(crate) use wake::Wake;
 
-use crate::store::{Claims, CommitError, Outgoing, OutgoingRow, ParkedRow, Store, StoreError, Tx};
+use crate::store::{Claims, CommitError, Outgoing, OutgoingRow, ParkedRow, StoreError, Tx, Waking};
 use collector::together;
 
 /// Writes outgoing events into transactions, and looks after those that no broker would take.
@@ -61,14 +62,15 @@ pub struct Outbox<S> {
     wake: Wake,
 }
 
-impl<S: Store> Outbox<S> {
+impl<S: Waking> Outbox<S> {
     /// An outbox in the tables of this store. Settings are checked where it is used: by a consumer's `build`,
     /// and by `send_in`.
     pub fn new(store: S) -> Self {
+        let settings = Settings::default();
         Self {
+            wake: Wake::of(&store, &settings.relay),
+            settings,
             store,
-            settings: Settings::default(),
-            wake: Wake::default(),
         }
     }
 
@@ -77,6 +79,7 @@ impl<S: Store> Outbox<S> {
     /// `0-9`, `-` and `_`; events for a relay that nobody runs wait.
     pub fn relay(mut self, name: impl Into<String>) -> Self {
         self.settings.relay = name.into();
+        self.wake = Wake::of(&self.store, &self.settings.relay);
         self
     }
 

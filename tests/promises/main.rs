@@ -9,6 +9,7 @@ mod running;
 mod wire;
 
 mod g12_outbox;
+mod g12_relay;
 mod g13_stop;
 mod g14_poison;
 mod g1_one_transaction;

@@ -1,4 +1,4 @@
-//! Consumers that run beside the test, processes that die, and how their effects are waited for.
+//! Consumers and relays that run beside the test, processes that die, and how their effects are waited for.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -75,15 +75,20 @@ impl Process {
     pub(crate) fn start<S: Inbox + Outgoing + Operations>(
         opens: impl Future<Output = ConsumerBuilder<S>> + Send + 'static,
     ) -> Self {
+        Self::of(async move {
+            let consumer = built(opens.await);
+            let _ = consumer.run_until(std::future::pending()).await;
+        })
+    }
+
+    /// Starts one whose life this is.
+    pub(crate) fn of(life: impl Future<Output = ()> + Send + 'static) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()
             .unwrap();
-        runtime.spawn(async move {
-            let consumer = built(opens.await);
-            let _ = consumer.run_until(std::future::pending()).await;
-        });
+        runtime.spawn(life);
         Self(Some(runtime))
     }
 
