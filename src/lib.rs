@@ -31,7 +31,8 @@
 //!
 //! Read next: [`guide::handlers`] for what a handler may do, [`guide::identity`] for how an event gets
 //! its name, [`guide::failures`] for what happens when it fails, [`guide::outbox`] for events that a handler sends,
-//! [`guide::operations`] for running it, and the feature `testing` for tests of your own.
+//! [`guide::relay`] for how they are published, [`guide::operations`] for running it, and the feature `testing` for
+//! tests of your own.
 
 // Without a database, what only stores use stands idle.
 #![cfg_attr(not(any(feature = "postgres", feature = "sqlite")), allow(dead_code))]
@@ -85,6 +86,11 @@ pub mod guide {
     ///
     #[cfg_attr(feature = "postgres", doc = include_str!("../docs/outbox.md"))]
     pub mod outbox {}
+
+    /// How outgoing events are published.
+    ///
+    #[cfg_attr(all(feature = "postgres", feature = "sqlite"), doc = include_str!("../docs/relay.md"))]
+    pub mod relay {}
 
     /// Running it.
     ///
