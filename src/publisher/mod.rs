@@ -4,14 +4,21 @@
 //! of one key. `Ok` means that the broker has the message for good and has routed it; only then is the
 //! row deleted. An adapter never retries a message and never decides its end: it says by a
 //! [`PublishError`] what happened, and the relay decides.
+//!
+//! [`Message::encode`] says what goes on the wire; an adapter carries it, and adds nothing by which the event
+//! could be taken for another.
+
+mod encode;
+mod message;
+mod structured;
+mod time;
 
 use std::fmt;
-use std::time::SystemTime;
 
 use async_trait::async_trait;
-use bytes::Bytes;
 
-use crate::event::Headers;
+pub use encode::Encoded;
+pub use message::Message;
 
 /// A way to one broker.
 ///
@@ -43,37 +50,6 @@ pub trait Publisher: Send + Sync + 'static {
     /// Sends what it has collected, waits for it, and closes its connection. Called once, after the last
     /// `publish` has answered or was dropped.
     async fn stop(&self);
-}
-
-/// An outgoing event on its way to a broker.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct Message {
-    /// The event's id, the same on every copy of it.
-    pub event_id: String,
-    /// Whose ids these are: the identity source that consumers of the event will see.
-    pub source: String,
-    /// The kind of event, such as `payment.captured`.
-    pub event_type: Option<String>,
-    /// Where it goes, in the words of this publisher's broker.
-    pub address: String,
-    /// Events of one key belong together and go out in order.
-    pub key: Option<Bytes>,
-    /// The body. `None` is a null payload (a tombstone), which brokers other than Kafka carry as an empty body.
-    pub payload: Option<Bytes>,
-    /// The body's media type.
-    pub content_type: Option<String>,
-    /// Headers of the user's own, and the trace context.
-    pub headers: Headers,
-    /// CloudEvents attributes beside id, source, type, time and content type: `subject`, `dataschema`, extensions.
-    pub attributes: Vec<(String, String)>,
-    /// Whether the body carries the attributes as well.
-    pub mode: CloudEventsMode,
-    /// When the event was written to the outbox.
-    pub time: SystemTime,
-    /// How often a person has sent the event anew: a broker that drops repeats of its own accord must not
-    /// drop these.
-    pub replays: u32,
 }
 
 /// How an event travels as a CloudEvent.
