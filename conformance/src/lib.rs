@@ -1,4 +1,5 @@
-//! One suite that every [`Source`](onlyonce::source::Source) and every store of `onlyonce` must pass.
+//! One suite that every [`Source`](onlyonce::source::Source), every [`Publisher`](onlyonce::publisher::Publisher) and
+//! every store of `onlyonce` must pass.
 //!
 //! Each promise is an async function in a file of its own that returns [`Broken`] when it is not
 //! kept; what a source promises by its [`Capabilities`](onlyonce::source::Capabilities) decides which
@@ -49,21 +50,26 @@
 //! hands out (`Claims`) can only be made by the stores of the `onlyonce` crate itself. That
 //! is intended: a store elsewhere wraps one of those, and is tested here like them.
 //!
-//! A promise may be called directly, which is how the suite proves of itself that it rejects sources
-//! and stores that are broken on purpose.
+//! A publisher is held to it by a [`PublisherHarness`] and [`publisher_suite!`]: a destination, and a source that
+//! reads what arrives there.
+//!
+//! A promise may be called directly, which is how the suite proves of itself that it rejects sources,
+//! publishers and stores that are broken on purpose.
 
 mod broken;
+pub mod publisher;
 pub mod source;
 mod sqlite;
 pub mod store;
 mod suite;
 
 pub use broken::{Broken, Result};
+pub use publisher::{PublisherCapabilities, PublisherHarness};
 pub use source::{Depth, HarnessCapabilities, SourceHarness};
 pub use sqlite::Sqlite;
 pub use store::{Conn, StoreHarness};
 #[doc(hidden)]
-pub use suite::{block_on, source_test, store_test};
+pub use suite::{block_on, publisher_test, source_test, store_test};
 
 /// The consumer's name in the whole suite; a harness whose queue belongs to a consumer uses it.
 pub const CONSUMER: &str = "conformance";

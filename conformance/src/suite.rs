@@ -2,7 +2,7 @@
 
 use std::future::Future;
 
-use crate::{Result, SourceHarness, StoreHarness};
+use crate::{PublisherHarness, Result, SourceHarness, StoreHarness};
 
 /// Runs a future on a runtime of its own.
 ///
@@ -46,6 +46,26 @@ pub fn source_test<H: SourceHarness>(promise: impl AsyncFnOnce(&H) -> Result) {
 /// If it is broken.
 #[doc(hidden)]
 pub fn store_test<H: StoreHarness>(promise: impl AsyncFnOnce(&H) -> Result) {
+    let result = block_on(async {
+        let Some(harness) = H::empty().await? else {
+            return Ok(());
+        };
+        let kept = promise(&harness).await;
+        let ended = harness.end().await;
+        kept.and(ended)
+    });
+    if let Err(broken) = result {
+        panic!("{broken}");
+    }
+}
+
+/// Puts one publisher to one promise.
+///
+/// # Panics
+///
+/// If it is broken.
+#[doc(hidden)]
+pub fn publisher_test<H: PublisherHarness>(promise: impl AsyncFnOnce(&H) -> Result) {
     let result = block_on(async {
         let Some(harness) = H::empty().await? else {
             return Ok(());
@@ -122,6 +142,26 @@ macro_rules! store_suite {
             migrations_can_be_repeated
             check_names_what_is_missing
             probe_answers
+        }
+    };
+}
+
+/// One test for each promise that a publisher makes, with this [`PublisherHarness`].
+#[macro_export]
+macro_rules! publisher_suite {
+    ($harness:ty) => {
+        $crate::__tests! { publisher publisher_test $harness =>
+            confirmed_is_readable
+            identity_arrives
+            bytes_arrive
+            refusals_are_reported
+            one_bad_message_costs_itself
+            a_thousand_at_once
+            outages_end
+            silence_is_bounded
+            stop_flushes
+            secrets_stay_secret
+            says_who_it_is
         }
     };
 }
