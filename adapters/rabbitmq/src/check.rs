@@ -71,9 +71,9 @@ async fn read(settings: &Settings) -> Result<Option<Facts>, String> {
         return Ok(None);
     };
     let (vhost, queue, timeout) = (
-        settings.broker.vhost().to_owned(),
+        settings.access.broker.vhost().to_owned(),
         settings.queue.clone(),
-        settings.connect_timeout,
+        settings.access.connect_timeout,
     );
     let read = move || {
         let api = crate::management::Api::new(&url, timeout);

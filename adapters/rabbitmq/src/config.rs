@@ -38,11 +38,22 @@ pub enum OrderingKey {
 
 /// Settings that cannot work, all of them at once: each names the setting, its value and its bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConfigError(Vec<String>);
+pub struct ConfigError {
+    what: &'static str,
+    problems: Vec<String>,
+}
+
+impl ConfigError {
+    /// These are wrong with this: `source`, `publisher`.
+    pub(crate) fn of(what: &'static str, problems: Vec<String>) -> Self {
+        Self { what, problems }
+    }
+}
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the RabbitMQ source cannot be built: {}", self.0.join("; "))
+        let problems = self.problems.join("; ");
+        write!(f, "the RabbitMQ {} cannot be built: {problems}", self.what)
     }
 }
 
@@ -190,44 +201,54 @@ impl RabbitMqBuilder {
                 name.len()
             ));
         }
-        let broker = self.broker(&mut problems);
+        let access = Access::checked(
+            &self.url,
+            self.connect_timeout,
+            self.heartbeat,
+            self.tls_ca,
+            &mut problems,
+        );
         let management = self.management_url.as_deref().and_then(|url| {
             ManagementUrl::parse(url)
                 .inspect_err(|e| problems.push(format!("management_url {e}")))
                 .ok()
         });
-        match broker {
-            Some((broker, connect_timeout)) if problems.is_empty() => Ok(Settings {
-                broker,
+        match access {
+            Some(access) if problems.is_empty() => Ok(Settings {
+                access,
                 queue: self.queue,
-                connect_timeout,
                 prefetch: self.prefetch,
                 consumer_priority: self.consumer_priority,
                 single_active_consumer: self.single_active_consumer,
                 ordering_key: self.ordering_key,
                 management,
                 strict_checks: self.strict_checks,
-                tls_ca: self.tls_ca,
             }),
-            _ => Err(ConfigError(problems)),
+            _ => Err(ConfigError::of("source", problems)),
         }
     }
+}
 
-    /// The broker's address with the heartbeat in it, and the connect timeout: the URL may carry both.
-    fn broker(&self, problems: &mut Vec<String>) -> Option<(BrokerUrl, Duration)> {
-        let mut broker = BrokerUrl::parse(&self.url)
+impl Access {
+    /// Reads a URL, which may carry heartbeat and connect timeout, and checks all of it.
+    pub(crate) fn checked(
+        url: &str,
+        connect_timeout: Option<Duration>,
+        heartbeat: Option<Duration>,
+        tls_ca: Option<String>,
+        problems: &mut Vec<String>,
+    ) -> Option<Self> {
+        let mut broker = BrokerUrl::parse(url)
             .inspect_err(|e| problems.push(format!("the broker's url {e}")))
             .ok()?;
-        let heartbeat = self
-            .heartbeat
+        let heartbeat = heartbeat
             .or(broker
                 .uri
                 .query
                 .heartbeat
                 .map(|seconds| Duration::from_secs(seconds.into())))
             .unwrap_or(HEARTBEAT);
-        let connect_timeout = self
-            .connect_timeout
+        let connect_timeout = connect_timeout
             .or(broker.uri.query.connection_timeout.map(Duration::from_millis))
             .unwrap_or(CONNECT_TIMEOUT);
         bounded("heartbeat", heartbeat, HEARTBEAT_BOUNDS, problems);
@@ -239,11 +260,20 @@ impl RabbitMqBuilder {
         );
         // Without one in the URL lapin takes the server's, by default a minute: two minutes to notice a dead peer.
         broker.uri.query.heartbeat = u16::try_from(heartbeat.as_secs()).ok();
-        Some((broker, connect_timeout))
+        Some(Self {
+            broker,
+            connect_timeout,
+            tls_ca,
+        })
     }
 }
 
-fn bounded(what: &str, value: Duration, (least, most): (Duration, Duration), problems: &mut Vec<String>) {
+pub(crate) fn bounded(
+    what: &str,
+    value: Duration,
+    (least, most): (Duration, Duration),
+    problems: &mut Vec<String>,
+) {
     if value < least || value > most {
         problems.push(format!(
             "{what} is {value:?}; it can be from {least:?} to {most:?}"
@@ -268,19 +298,26 @@ impl fmt::Debug for RabbitMqBuilder {
     }
 }
 
+/// How to reach the broker.
+#[derive(Debug, Clone)]
+pub(crate) struct Access {
+    /// With the heartbeat in it.
+    pub(crate) broker: BrokerUrl,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) tls_ca: Option<String>,
+}
+
 /// Settings that passed [`RabbitMqBuilder::build`].
 #[derive(Debug)]
 pub(crate) struct Settings {
-    pub(crate) broker: BrokerUrl,
+    pub(crate) access: Access,
     pub(crate) queue: String,
-    pub(crate) connect_timeout: Duration,
     pub(crate) prefetch: Option<u16>,
     pub(crate) consumer_priority: i32,
     pub(crate) single_active_consumer: bool,
     pub(crate) ordering_key: OrderingKey,
     pub(crate) management: Option<ManagementUrl>,
     pub(crate) strict_checks: bool,
-    pub(crate) tls_ca: Option<String>,
 }
 
 impl Settings {
@@ -458,18 +495,16 @@ mod tests {
 
     fn settings(url: &str) -> Settings {
         let builder = RabbitMqBuilder::new(url, "q");
-        let (broker, connect_timeout) = builder.broker(&mut Vec::new()).unwrap();
+        let access = Access::checked(&builder.url, None, None, None, &mut Vec::new()).unwrap();
         Settings {
-            broker,
+            access,
             queue: "q".into(),
-            connect_timeout,
             prefetch: None,
             consumer_priority: 0,
             single_active_consumer: false,
             ordering_key: OrderingKey::default(),
             management: None,
             strict_checks: false,
-            tls_ca: None,
         }
     }
 
@@ -536,7 +571,7 @@ mod tests {
         let source = builder.build().unwrap();
         assert!(!format!("{source:?} {source:#?}").contains(MARKER));
         let settings = settings(url);
-        let shown = format!("{settings:?} {settings:#?} {}", settings.broker);
+        let shown = format!("{settings:?} {settings:#?} {}", settings.access.broker);
         assert!(!shown.contains(MARKER), "{shown}");
         assert!(shown.contains("amqp://user:***@host:5672"), "{shown}");
     }
@@ -544,17 +579,17 @@ mod tests {
     #[test]
     fn the_url_may_carry_heartbeat_and_timeout() {
         let plain = settings("amqp://h");
-        assert_eq!(plain.broker.uri.query.heartbeat, Some(10));
-        assert_eq!(plain.connect_timeout, Duration::from_secs(5));
+        assert_eq!(plain.access.broker.uri.query.heartbeat, Some(10));
+        assert_eq!(plain.access.connect_timeout, Duration::from_secs(5));
         let given = settings("amqp://h/v?heartbeat=33&connection_timeout=1500");
-        assert_eq!(given.broker.uri.query.heartbeat, Some(33));
-        assert_eq!(given.connect_timeout, Duration::from_millis(1500));
-        assert_eq!(given.broker.vhost(), "v");
+        assert_eq!(given.access.broker.uri.query.heartbeat, Some(33));
+        assert_eq!(given.access.connect_timeout, Duration::from_millis(1500));
+        assert_eq!(given.access.broker.vhost(), "v");
     }
 
     #[test]
     fn an_ipv6_address_is_not_localhost() {
-        let broker = settings("amqp://u:p@[2001:db8::1]:5673/%2f").broker;
+        let broker = settings("amqp://u:p@[2001:db8::1]:5673/%2f").access.broker;
         assert_eq!(broker.uri.authority.host, "2001:db8::1");
         assert_eq!(broker.host(), "[2001:db8::1]:5673");
     }

@@ -11,7 +11,7 @@ use lapin::{AsyncTcpStream, Channel, Connection, ConnectionProperties, Error, Er
 use onlyonce::source::SourceError;
 use socket2::{SockRef, Socket};
 
-use crate::config::Settings;
+use crate::config::{Access, Settings};
 use crate::quiet;
 
 /// An open channel on a connection of its own. Dropping it cuts the connection, and the broker then
@@ -33,21 +33,14 @@ pub(crate) struct Link {
 impl Link {
     /// Connects, opens the channels, and makes sure that the queue is there.
     pub(crate) async fn open(settings: &Settings, name: &str) -> Result<Self, SourceError> {
-        let wire = Wire::default();
-        let cut = CutOnDrop(wire.clone());
-        let connection = within(
-            settings,
-            "did not finish the handshake",
-            connect(settings, name, wire),
-        )
-        .await??;
+        let (connection, cut) = dial(&settings.access, name).await?;
         let channels = async {
             Ok((
                 connection.create_channel().await?,
                 connection.create_channel().await?,
             ))
         };
-        let (channel, watching) = within(settings, "did not answer", channels)
+        let (channel, watching) = within(&settings.access, "did not answer", channels)
             .await?
             .map_err(|e: Error| explain(settings, "open a channel", &e))?;
         let waiting = look(settings, &watching).await?;
@@ -76,20 +69,30 @@ pub(crate) async fn look(settings: &Settings, channel: &Channel) -> Result<u32, 
         ..Default::default()
     };
     let looking = channel.queue_declare(settings.queue.as_str().into(), passive, FieldTable::default());
-    let queue = within(settings, "did not answer", looking)
+    let queue = within(&settings.access, "did not answer", looking)
         .await?
         .map_err(|e| explain(settings, "look at the queue", &e))?;
     Ok(queue.message_count())
 }
 
-async fn connect(settings: &Settings, name: &str, wire: Wire) -> Result<Connection, SourceError> {
+/// Opens a connection of this name. What is dropped to cut it is dropped after it: lapin gets to queue its polite
+/// close, then the socket goes.
+pub(crate) async fn dial(access: &Access, name: &str) -> Result<(Connection, CutOnDrop), SourceError> {
+    let wire = Wire::default();
+    let cut = CutOnDrop(wire.clone());
+    let connecting = connect(access, name, wire);
+    let connection = within(access, "did not finish the handshake", connecting).await??;
+    Ok((connection, cut))
+}
+
+async fn connect(access: &Access, name: &str, wire: Wire) -> Result<Connection, SourceError> {
     let tls = OwnedTLSConfig {
         identity: None,
-        cert_chain: settings.tls_ca.clone(),
+        cert_chain: access.tls_ca.clone(),
     };
-    let timeout = settings.connect_timeout;
+    let timeout = access.connect_timeout;
     let observer = quiet::observer();
-    let runtime = lapin::runtime::default_runtime().map_err(|e| explain(settings, "start", &e))?;
+    let runtime = lapin::runtime::default_runtime().map_err(|e| explain_login(access, &e))?;
     let reactor = runtime.clone();
     let open_socket = async move |uri: AMQPUri, _| {
         // This runs on the thread that will write the login, and lapin logs every frame at TRACE.
@@ -116,9 +119,9 @@ async fn connect(settings: &Settings, name: &str, wire: Wire) -> Result<Connecti
     let properties = ConnectionProperties::default().with_connection_name(name.into());
     // No automatic recovery: it restores connections but not channels, and leaves consumers that
     // wait for ever. What ends here is opened anew from outside.
-    Connection::connector(settings.broker.uri.clone(), runtime, open_socket, properties)
+    Connection::connector(access.broker.uri.clone(), runtime, open_socket, properties)
         .await
-        .map_err(|e| explain(settings, "log in", &e))
+        .map_err(|e| explain_login(access, &e))
 }
 
 /// A second handle on the connection's socket, to cut it from outside.
@@ -161,7 +164,7 @@ impl Wire {
 
 /// Cuts the wire when it is dropped, whatever its owner was waiting for.
 #[derive(Debug)]
-struct CutOnDrop(Wire);
+pub(crate) struct CutOnDrop(Wire);
 
 impl Drop for CutOnDrop {
     fn drop(&mut self) {
@@ -171,14 +174,14 @@ impl Drop for CutOnDrop {
 
 /// Bounds one exchange with the broker.
 pub(crate) async fn within<T>(
-    settings: &Settings,
+    access: &Access,
     missing: &str,
     exchange: impl Future<Output = T>,
 ) -> Result<T, SourceError> {
-    tokio::time::timeout(settings.connect_timeout, exchange)
+    tokio::time::timeout(access.connect_timeout, exchange)
         .await
         .map_err(|_| {
-            let (host, timeout) = (settings.broker.host(), settings.connect_timeout);
+            let (host, timeout) = (access.broker.host(), access.connect_timeout);
             SourceError::broken(format_args!("RabbitMQ at {host} {missing} within {timeout:?}"))
         })
 }
@@ -186,11 +189,29 @@ pub(crate) async fn within<T>(
 /// What an error of lapin means for whoever runs this: what failed, why, and what to do about it if a
 /// person has to. `doing` completes "cannot ..".
 pub(crate) fn explain(settings: &Settings, doing: &str, error: &Error) -> SourceError {
-    let host = settings.broker.host();
+    explained(&settings.access, doing, error, |code, text| {
+        remedy(settings, code, text)
+    })
+}
+
+/// The same for an attempt to log in, which is about no queue.
+fn explain_login(access: &Access, error: &Error) -> SourceError {
+    explained(access, "log in", error, |code, text| {
+        login_remedy(access, code, text)
+    })
+}
+
+fn explained(
+    access: &Access,
+    doing: &str,
+    error: &Error,
+    remedy: impl FnOnce(u16, &str) -> Option<String>,
+) -> SourceError {
+    let host = access.broker.host();
     match error.kind() {
         ErrorKind::ProtocolError(refusal) => {
             let (code, text) = (refusal.get_id(), refusal.get_message().as_str());
-            match remedy(settings, code, text) {
+            match remedy(code, text) {
                 Some(remedy) => SourceError::fatal(format_args!(
                     "cannot {doing} on RabbitMQ at {host}: {text} ({remedy})"
                 )),
@@ -206,19 +227,16 @@ pub(crate) fn explain(settings: &Settings, doing: &str, error: &Error) -> Source
 
 /// What a person has to change, if the broker's refusal will not go away by itself.
 fn remedy(settings: &Settings, code: u16, text: &str) -> Option<String> {
-    let (queue, user, vhost) = (&settings.queue, settings.broker.user(), settings.broker.vhost());
+    let (queue, user, vhost) = (
+        &settings.queue,
+        settings.access.broker.user(),
+        settings.access.broker.vhost(),
+    );
     let has = |part: &str| text.contains(part);
     match code {
-        // The node that holds the queue or the vhost is away, or busy; it comes back.
-        404 | 530 if has("is down") || has("is stopped") || has("timeout") => None,
-        // Connections of a process that died still count for a while.
-        530 if has("limit") => None,
-        403 if has("Login was refused") || has("login refused") => Some(format!(
-            "check the user {user:?} and the password in the URL; the broker's log names the cause, and `guest` may log in \
-             from the broker's own machine only"
-        )),
+        404 if is_away(text) => None,
         403 if has("exclusive") => None,
-        403 => Some(format!(
+        403 if !is_login(text) => Some(format!(
             "give the user {user:?} the right to read: rabbitmqctl set_permissions --vhost {vhost:?} {user:?} '' '' '^{queue}$'"
         )),
         404 => Some(format!(
@@ -230,10 +248,36 @@ fn remedy(settings: &Settings, code: u16, text: &str) -> Option<String> {
         406 if has("rabbit_stream_queue") => Some(format!(
             "{queue:?} is a stream, which keeps what was acked and cannot take back what was not; use a quorum or classic queue"
         )),
+        _ => login_remedy(&settings.access, code, text),
+    }
+}
+
+fn login_remedy(access: &Access, code: u16, text: &str) -> Option<String> {
+    let (user, vhost) = (access.broker.user(), access.broker.vhost());
+    let has = |part: &str| text.contains(part);
+    match code {
+        530 if is_away(text) => None,
+        // Connections of a process that died still count for a while.
+        530 if has("limit") => None,
+        403 if is_login(text) => Some(format!(
+            "check the user {user:?} and the password in the URL; the broker's log names the cause, and `guest` may log in \
+             from the broker's own machine only"
+        )),
         530 if has("not found") => Some(format!(
             "create the vhost {vhost:?} or correct the URL: a path of `/` is the vhost with an empty name, `/%2f` or no path is the usual \"/\""
         )),
         530 => Some(format!("give the user {user:?} access to the vhost {vhost:?}")),
         _ => None,
     }
+}
+
+/// The node that holds the queue or the vhost is away, or busy; it comes back.
+pub(crate) fn is_away(text: &str) -> bool {
+    ["is down", "is stopped", "timeout"]
+        .iter()
+        .any(|how| text.contains(how))
+}
+
+fn is_login(text: &str) -> bool {
+    text.contains("Login was refused") || text.contains("login refused")
 }

@@ -1,4 +1,4 @@
-//! RabbitMQ as a source of deliveries for [`onlyonce`] consumers.
+//! RabbitMQ as a source of deliveries for [`onlyonce`] consumers, and as a destination of their outgoing events.
 //!
 //! ```
 //! use onlyonce_rabbitmq::{OrderingKey, RabbitMq};
@@ -52,8 +52,35 @@
 //!
 //! # Connections
 //!
-//! One connection and two channels per source. Publishing belongs on another connection: a broker that
+//! One connection and two channels per source. A publisher has another connection of its own: a broker that
 //! is short of memory stops reading from those that publish, and acks would be stuck among them.
+//!
+//! # Publishing
+//!
+//! ```
+//! use onlyonce_rabbitmq::RabbitMqPublisher;
+//!
+//! let rabbitmq = RabbitMqPublisher::to("amqp://relay:secret@localhost:5672/%2f").build()?;
+//! # drop(rabbitmq);
+//! # Ok::<_, onlyonce_rabbitmq::ConfigError>(())
+//! ```
+//!
+//! An address is `exchange/routing.key`, or `/queue` by way of the default exchange. Nothing is declared.
+//!
+//! - **Published** means confirmed and routed: RabbitMQ acks also what no queue takes, and returns it. Such a message is
+//!   refused, unless [`accept_unroutable`](RabbitMqPublisherBuilder::accept_unroutable) says otherwise. So is one that a
+//!   full queue rejects.
+//! - **Each message** under way has a channel to itself. One for which the broker closes it (a missing exchange, no
+//!   right to write, a body beyond `max_message_size`) harms no other; what headers would end the whole connection
+//!   is found before it is sent.
+//! - **An outage** is an answer within the [patience](RabbitMqPublisherBuilder::patience): `Interrupted` for what was on
+//!   its way, `Unavailable` for the rest. The connection is opened anew by the next message. A broker that blocks
+//!   those who publish, for it is short of memory or disk, is waited for in the same way.
+//! - **On the wire** a message is persistent; `message_id`, `app_id`, `type`, `content_type` and `timestamp` are the
+//!   event's id, source, type, media type and time. Headers are long strings, or byte arrays where they are no text; of
+//!   several of one name the last is carried. The key is the header `onlyonce-ordering-key`, CloudEvents attributes are
+//!   `ce-id` and so on. A null payload is an empty body. Ids, sources, types, media types, routing keys and names of headers have
+//!   at most 255 bytes each; `CC` and `BCC` are no names of headers.
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod check;
@@ -62,6 +89,7 @@ mod connect;
 mod identity;
 #[cfg(feature = "management")]
 mod management;
+mod publisher;
 mod quiet;
 mod repeats;
 mod session;
@@ -70,4 +98,5 @@ mod source;
 mod status;
 
 pub use config::{ConfigError, OrderingKey, RabbitMqBuilder};
+pub use publisher::{MAX_MESSAGE_BYTES, RabbitMqPublisher, RabbitMqPublisherBuilder};
 pub use source::RabbitMq;

@@ -1,7 +1,8 @@
-//! Keeps lapin's TRACE lines, which show whole frames and so the login's, out of every log.
+//! Keeps lapin's TRACE lines, which show whole frames and so the login's, out of every log, and its warnings
+//! of returned messages, which show all that is in them.
 //!
 //! lapin writes its frames on a thread of its own. That thread gets an observer that passes on all
-//! that the program's own one wants to see, except for the level TRACE.
+//! that the program's own one wants to see, except for those.
 
 use tracing::dispatcher::{self, Dispatch};
 use tracing::metadata::LevelFilter;
@@ -9,9 +10,9 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// An observer that hands all but TRACE to the current one.
+/// An observer that hands all the rest to the current one.
 pub(crate) fn observer() -> Dispatch {
-    Dispatch::new(WithoutTrace(dispatcher::get_default(Dispatch::clone)))
+    Dispatch::new(Discreet(dispatcher::get_default(Dispatch::clone)))
 }
 
 /// Makes it the observer of this thread until the thread ends.
@@ -19,11 +20,15 @@ pub(crate) fn on_this_thread(observer: &Dispatch) {
     std::mem::forget(dispatcher::set_default(observer));
 }
 
-struct WithoutTrace(Dispatch);
+struct Discreet(Dispatch);
 
-impl Subscriber for WithoutTrace {
+fn tells_too_much(metadata: &Metadata<'_>) -> bool {
+    *metadata.level() == Level::TRACE || metadata.target() == "lapin::returned_messages"
+}
+
+impl Subscriber for Discreet {
     fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
-        if *metadata.level() == Level::TRACE {
+        if tells_too_much(metadata) {
             Interest::never()
         } else {
             self.0.register_callsite(metadata)
@@ -36,11 +41,11 @@ impl Subscriber for WithoutTrace {
     }
 
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() != Level::TRACE && self.0.enabled(metadata)
+        !tells_too_much(metadata) && self.0.enabled(metadata)
     }
 
     fn event_enabled(&self, event: &Event<'_>) -> bool {
-        *event.metadata().level() != Level::TRACE
+        !tells_too_much(event.metadata())
     }
 
     fn event(&self, event: &Event<'_>) {

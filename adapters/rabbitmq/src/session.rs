@@ -393,7 +393,7 @@ impl Run {
                 )
                 .await
         };
-        let consumer = within(&self.settings, "did not answer", consuming)
+        let consumer = within(&self.settings.access, "did not answer", consuming)
             .await?
             .map_err(|e| explain(&self.settings, "consume", &e))?;
         self.consumer = Some(consumer);
@@ -418,7 +418,7 @@ impl Run {
             }
             Ok(())
         };
-        within(&settings, "did not answer", cancelling)
+        within(&settings.access, "did not answer", cancelling)
             .await?
             .map_err(|e| explain(&settings, "cancel", &e))?;
         self.flush();
@@ -448,7 +448,7 @@ impl Run {
             channel.close(200, "OK".into()).await?;
             self.link.connection.close(200, "OK".into()).await
         };
-        within(&settings, "did not answer", finishing)
+        within(&settings.access, "did not answer", finishing)
             .await?
             .map_err(|e| explain(&settings, "close", &e))
     }
@@ -477,7 +477,7 @@ impl Run {
     }
 
     fn broken(&self, what: &str) -> SourceError {
-        let (queue, host) = (&self.settings.queue, self.settings.broker.host());
+        let (queue, host) = (&self.settings.queue, self.settings.access.broker.host());
         SourceError::broken(format_args!(
             "lost the queue {queue:?} on RabbitMQ at {host}: {what}"
         ))

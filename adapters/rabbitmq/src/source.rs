@@ -110,7 +110,7 @@ impl RabbitMq {
         self.link = State::Up(self.open().await?);
         tracing::info!(
             queue = %self.settings.queue,
-            broker = %self.settings.broker.host(),
+            broker = %self.settings.access.broker.host(),
             prefetch = self.settings.prefetch(self.window),
             "consuming from RabbitMQ"
         );
@@ -314,7 +314,7 @@ impl Source for RabbitMq {
 impl fmt::Debug for RabbitMq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RabbitMq")
-            .field("broker", &self.settings.broker)
+            .field("broker", &self.settings.access.broker)
             .field("queue", &self.settings.queue)
             .field("outstanding", &self.outstanding.len())
             .field("health", &self.status.health())

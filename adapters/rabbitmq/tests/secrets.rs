@@ -11,8 +11,9 @@ use std::time::Duration;
 use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use lapin::{Connection, ConnectionProperties};
+use onlyonce::publisher::{Message, Publisher};
 use onlyonce::source::{Incoming, Plan, Source};
-use onlyonce_rabbitmq::RabbitMq;
+use onlyonce_rabbitmq::{RabbitMq, RabbitMqPublisher};
 use tracing_subscriber::fmt::MakeWriter;
 
 const MARKER: &str = "s3cr3t%2Fm4rk3r";
@@ -168,6 +169,16 @@ async fn a_password_is_in_no_log_and_in_no_error() {
             Err(error) => errors.push(format!("{what}: {}", chain(&error))),
         }
         shown.push(format!("{source:?} {:?}", source.health()));
+
+        let builder = RabbitMqPublisher::to(&url).connect_timeout(Duration::from_secs(3));
+        shown.push(format!("{builder:?}"));
+        let publisher = builder.build().unwrap();
+        // What comes back as unroutable is not shown either.
+        let message = Message::new("amq.direct/nowhere", "secrets", "1", DECODED);
+        let error = publisher.publish(&message).await.unwrap_err();
+        shown.push(format!("{what}: {} {publisher:?} {publisher:#?}", chain(&error)));
+        shown.push(format!("{:?}", publisher.health()));
+        publisher.stop().await;
     }
     for url in [
         format!("amqp://{user}:{MARKER}@h:no-port/"),
@@ -179,6 +190,7 @@ async fn a_password_is_in_no_log_and_in_no_error() {
             .build()
             .unwrap_err();
         errors.push(chain(&error));
+        shown.push(chain(&RabbitMqPublisher::to(&url).build().unwrap_err()));
     }
 
     channel

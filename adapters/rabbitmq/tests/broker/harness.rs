@@ -3,9 +3,13 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use lapin::options::{BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions};
+use lapin::message::Delivery;
+use lapin::options::{
+    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, ExchangeDeclareOptions, QueueBindOptions,
+    QueueDeclareOptions, QueueDeleteOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
+use lapin::{BasicProperties, Channel, Connection, ConnectionProperties, ExchangeKind};
 use onlyonce::source::{Plan, Source, SourceError};
 use onlyonce_rabbitmq::{RabbitMq, RabbitMqBuilder};
 pub(crate) use onlyonce_testbed::drive::{
@@ -98,6 +102,42 @@ impl Queue {
             .unwrap();
     }
 
+    /// An exchange of this kind, with the queue bound to it by this key, if any.
+    pub(crate) async fn exchange(&self, kind: ExchangeKind, bound: Option<&str>) -> String {
+        let name = unique("exchange");
+        self.exchange_named(&name, kind).await;
+        if let Some(key) = bound {
+            self.bind(&name, key).await;
+        }
+        name
+    }
+
+    /// It goes with the last queue that was bound to it.
+    pub(crate) async fn exchange_named(&self, name: &str, kind: ExchangeKind) {
+        let options = ExchangeDeclareOptions {
+            auto_delete: true,
+            ..Default::default()
+        };
+        self.channel
+            .exchange_declare(name.into(), kind, options, FieldTable::default())
+            .await
+            .unwrap();
+    }
+
+    pub(crate) async fn bind(&self, exchange: &str, key: &str) {
+        let options = QueueBindOptions::default();
+        self.channel
+            .queue_bind(
+                self.name.as_str().into(),
+                exchange.into(),
+                key.into(),
+                options,
+                FieldTable::default(),
+            )
+            .await
+            .unwrap();
+    }
+
     /// Publishes bodies `1..=count`, confirmed.
     pub(crate) async fn fill(&self, count: u32) {
         for n in 1..=count {
@@ -107,13 +147,23 @@ impl Queue {
     }
 
     pub(crate) async fn publish(&self, body: &[u8], properties: BasicProperties) {
+        self.try_publish(body, properties).await.unwrap();
+    }
+
+    pub(crate) async fn try_publish(&self, body: &[u8], properties: BasicProperties) -> lapin::Result<()> {
         let options = BasicPublishOptions::default();
-        self.channel
-            .basic_publish("".into(), self.name.as_str().into(), options, body, properties)
-            .await
-            .unwrap()
-            .await
-            .unwrap();
+        let publishing =
+            self.channel
+                .basic_publish("".into(), self.name.as_str().into(), options, body, properties);
+        publishing.await?.await?;
+        Ok(())
+    }
+
+    /// Takes the next message away, as the broker has it.
+    pub(crate) async fn get(&self) -> Option<Delivery> {
+        let options = BasicGetOptions { no_ack: true };
+        let got = self.channel.basic_get(self.name.as_str().into(), options);
+        got.await.unwrap().map(|message| message.delivery)
     }
 
     /// How many messages are ready, which leaves out what a consumer holds.

@@ -1,4 +1,4 @@
-//! The source against a real RabbitMQ.
+//! Source and publisher against a real RabbitMQ.
 //!
 //! `ONLYONCE_RABBITMQ_URL` names the broker (`eval "$(scripts/services env)"`). Without it every test
 //! says `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
@@ -11,6 +11,8 @@ mod failures;
 mod harness;
 mod pausing;
 mod proxy;
+mod publisher_conformance;
+mod publishing;
 mod settling;
 mod stopping;
 #[cfg(feature = "tls")]
