@@ -6,9 +6,9 @@ mod settings;
 use std::fmt;
 use std::time::Duration;
 
+pub(crate) use self::refused::logs_in_by_tokens;
 use self::refused::refuse;
-pub(crate) use self::settings::Settings;
-use self::settings::names;
+pub(crate) use self::settings::{Settings, names, try_with_librdkafka, without_values};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECT_TIMEOUT_BOUNDS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(120));
@@ -72,11 +72,22 @@ pub enum OrderingKey {
 
 /// Settings that cannot work, all of them at once: each names the setting and its bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConfigError(Vec<String>);
+pub struct ConfigError {
+    what: &'static str,
+    problems: Vec<String>,
+}
+
+impl ConfigError {
+    /// These are wrong with this: `source`, `publisher`.
+    pub(crate) fn of(what: &'static str, problems: Vec<String>) -> Self {
+        Self { what, problems }
+    }
+}
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the Kafka source cannot be built: {}", self.0.join("; "))
+        let problems = self.problems.join("; ");
+        write!(f, "the Kafka {} cannot be built: {problems}", self.what)
     }
 }
 
@@ -293,7 +304,7 @@ impl KafkaBuilder {
             ));
         }
         if !problems.is_empty() {
-            return Err(ConfigError(problems));
+            return Err(ConfigError::of("source", problems));
         }
         let settings = Settings {
             brokers: self.brokers,
@@ -313,8 +324,12 @@ impl KafkaBuilder {
             strict_checks: self.strict_checks,
             set: self.set,
         };
-        settings.try_with_librdkafka()?;
-        Ok(settings)
+        try_with_librdkafka(&settings.set, &mut problems);
+        if problems.is_empty() {
+            Ok(settings)
+        } else {
+            Err(ConfigError::of("source", problems))
+        }
     }
 
     /// What was set, else our default, which librdkafka wants to be no less than the session's timeout.
@@ -328,7 +343,12 @@ impl KafkaBuilder {
     }
 }
 
-fn bounded(what: &str, value: Duration, (least, most): (Duration, Duration), problems: &mut Vec<String>) {
+pub(crate) fn bounded(
+    what: &str,
+    value: Duration,
+    (least, most): (Duration, Duration),
+    problems: &mut Vec<String>,
+) {
     if value < least || value > most {
         problems.push(format!(
             "{what} is {value:?}; it can be from {least:?} to {most:?}"

@@ -1,4 +1,4 @@
-//! Kafka topics as a source of deliveries for [`onlyonce`] consumers.
+//! Kafka topics as a source of deliveries for [`onlyonce`] consumers, and as a destination of their outgoing events.
 //!
 //! ```
 //! use onlyonce_kafka::{Kafka, StartAt};
@@ -52,6 +52,30 @@
 //! An event without an id of its own is identified by where it stands in the log, `topic/partition/offset@timestamp`
 //! of the source `kafka:<`[`cluster`](KafkaBuilder::cluster)`>`. That is weak: an event that its producer
 //! sends twice counts as two. The event type is the header `onlyonce-event-type`, else `ce_type`.
+//!
+//! # Publishing
+//!
+//! ```
+//! use onlyonce_kafka::KafkaPublisher;
+//!
+//! let kafka = KafkaPublisher::to("localhost:9092").set("compression.type", "lz4").build()?;
+//! # drop(kafka);
+//! # Ok::<_, onlyonce_kafka::ConfigError>(())
+//! ```
+//!
+//! An address is a topic. It is asked for before the first message goes there: one that is not there is not created,
+//! also by brokers that create what a producer asks for.
+//!
+//! - **Published** means in the logs of all in-sync replicas (`acks=all`), by an idempotent producer, whose own retries write
+//!   nothing twice and keep the order of a partition.
+//! - **Keys** land in the partition in which the Java client puts them (`partitioner=murmur2_random`).
+//! - **A message too large** is refused for itself. Of a batch that the broker finds too large, as its limit is lower than
+//!   the client's, every message is `Interrupted`: only one that had no company is known to be why. Set `message.max.bytes`
+//!   to the lowest limit among the topics, and `batch.size` below it.
+//! - **An outage** is an answer within the [patience](KafkaPublisherBuilder::patience). A topic that hangs while others go on is
+//!   the destination's trouble. A producer that broke for good is replaced.
+//! - **On the wire** headers keep order, repetitions and null values; a null payload is a tombstone. The media type is the
+//!   header `content-type`, CloudEvents attributes are `ce_id` and so on.
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod buffer;
@@ -60,10 +84,12 @@ mod config;
 mod explain;
 mod identity;
 mod position;
+mod publisher;
 mod session;
 mod settle;
 mod source;
 mod status;
 
 pub use config::{ConfigError, KafkaBuilder, OrderingKey, OutOfRange, StartAt};
+pub use publisher::{KafkaPublisher, KafkaPublisherBuilder, MAX_MESSAGE_BYTES};
 pub use source::Kafka;

@@ -96,7 +96,7 @@ fn refused_value(name: &str, value: &str) -> Option<&'static str> {
 }
 
 /// librdkafka would ask the application for tokens, and wait for ever.
-fn logs_in_by_tokens(set: &[(String, String)]) -> bool {
+pub(crate) fn logs_in_by_tokens(set: &[(String, String)]) -> bool {
     let last = |names: [&str; 2]| set.iter().rfind(|(name, _)| names.contains(&name.as_str()));
     let says = |names, what: &str| last(names).is_some_and(|(_, value)| value.eq_ignore_ascii_case(what));
     says(["sasl.mechanism", "sasl.mechanisms"], "OAUTHBEARER")

@@ -8,7 +8,7 @@ use onlyonce::source::Plan;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
-use super::{ConfigError, OrderingKey, OutOfRange, POLL_INTERVAL, StartAt};
+use super::{OrderingKey, OutOfRange, POLL_INTERVAL, StartAt};
 
 /// How often the client tells how far it is behind.
 const STATISTICS: Duration = Duration::from_secs(5);
@@ -103,34 +103,32 @@ impl Settings {
 
     /// A text of librdkafka, without the values that were set.
     pub(crate) fn without_values(&self, text: &str) -> String {
-        self.set
-            .iter()
-            // A number that is no secret may stand for many things in a text.
-            .filter(|(name, value)| {
-                !value.is_empty()
-                    && name != "security.protocol"
-                    && (is_secret(name) || value.parse::<f64>().is_err())
-            })
-            .fold(text.to_owned(), |text, (_, value)| text.replace(value, "***"))
+        without_values(&self.set, text)
     }
+}
 
-    /// librdkafka judges names and values by itself, without a connection; its own words may hold a value.
-    pub(super) fn try_with_librdkafka(&self) -> Result<(), ConfigError> {
-        let mut problems = Vec::new();
-        for (name, value) in &self.set {
-            let mut one = ClientConfig::new();
-            one.set(name, value);
-            if one.create_native_config().is_err() {
-                problems.push(format!(
-                    "{name} is not a setting of this librdkafka, or its value is not possible (a build without the \
-                     feature `tls` does not know all of them)"
-                ));
-            }
-        }
-        if problems.is_empty() {
-            Ok(())
-        } else {
-            Err(ConfigError(problems))
+/// A text of librdkafka, without these values.
+pub(crate) fn without_values(set: &[(String, String)], text: &str) -> String {
+    set.iter()
+        // A number that is no secret may stand for many things in a text.
+        .filter(|(name, value)| {
+            !value.is_empty()
+                && name != "security.protocol"
+                && (is_secret(name) || value.parse::<f64>().is_err())
+        })
+        .fold(text.to_owned(), |text, (_, value)| text.replace(value, "***"))
+}
+
+/// librdkafka judges names and values by itself, without a connection; its own words may hold a value.
+pub(crate) fn try_with_librdkafka(set: &[(String, String)], problems: &mut Vec<String>) {
+    for (name, value) in set {
+        let mut one = ClientConfig::new();
+        one.set(name, value);
+        if one.create_native_config().is_err() {
+            problems.push(format!(
+                "{name} is not a setting of this librdkafka, or its value is not possible (a build without the \
+                 feature `tls` does not know all of them)"
+            ));
         }
     }
 }
@@ -153,6 +151,6 @@ fn is_secret(name: &str) -> bool {
 }
 
 /// Any value may be a secret, or the path to one.
-pub(super) fn names(set: &[(String, String)]) -> Vec<&str> {
+pub(crate) fn names(set: &[(String, String)]) -> Vec<&str> {
     set.iter().map(|(name, _)| name.as_str()).collect()
 }

@@ -9,7 +9,9 @@ use onlyonce_kafka::{Kafka, KafkaBuilder, StartAt};
 pub(crate) use onlyonce_testbed::drive::{
     SOON, ack, bodies, body, lost, nothing, receipts, some, soon, unique,
 };
-use rdkafka::admin::{AdminClient, AdminOptions, NewPartitions, NewTopic, TopicReplication};
+use rdkafka::admin::{
+    AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier, TopicReplication,
+};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::config::FromClientConfigAndContext;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, Rebalance};
@@ -128,6 +130,14 @@ impl Topic {
             .create_partitions([&NewPartitions::new(&self.name, partitions)], &options())
             .await
             .unwrap();
+    }
+
+    /// Changes a setting of the topic.
+    pub(crate) async fn set(&self, name: &str, value: &str) {
+        let change = AlterConfig::new(ResourceSpecifier::Topic(&self.name)).set(name, value);
+        for changed in self.admin.alter_configs([&change], &options()).await.unwrap() {
+            changed.unwrap();
+        }
     }
 
     pub(crate) async fn delete(&self) {

@@ -1,4 +1,4 @@
-//! The source against a real Kafka.
+//! Source and publisher against a real Kafka.
 //!
 //! `ONLYONCE_KAFKA_BROKERS` names the brokers (`eval "$(scripts/services env)"`). Without it every test
 //! says `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
@@ -11,4 +11,7 @@ mod limits;
 mod login;
 mod positions;
 mod protocol;
+mod proxy;
+mod publisher_conformance;
+mod publishing;
 mod rebalancing;
