@@ -1,4 +1,5 @@
-//! The publisher against a RabbitMQ whose own settings change: a binary of its own, as they hold for everybody.
+//! The publisher against a RabbitMQ whose own settings change, or that is killed: a binary of its own, as that
+//! holds for everybody.
 //!
 //! `ONLYONCE_RABBITMQ_URL` and `ONLYONCE_RABBITMQCTL` name the broker (`eval "$(scripts/services env)"`).
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
@@ -112,4 +113,79 @@ async fn a_broker_short_of_memory_is_waited_for() {
     }
     assert_eq!(publisher.health().problem, None);
     publisher.stop().await;
+}
+
+/// Runs scripts/services; `None` if these servers are not its.
+async fn services(arguments: &[&str]) -> Option<()> {
+    let program = harness::variable("ONLYONCE_SERVICES")?;
+    let output = tokio::process::Command::new(program)
+        .args(arguments)
+        .output()
+        .await
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Some(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_is_killed_has_all_that_it_confirmed() {
+    let _alone = BROKER.lock().await;
+    // A quorum queue on a single node has no leader for long after that.
+    let Some(queue) = Queue::classic().await else {
+        return;
+    };
+    let publisher = publisher(&queue);
+    let messages: Vec<_> = (0..5_000)
+        .map(|n| message(&queue, &n.to_string(), n.to_string().into_bytes()))
+        .collect();
+    let publishing = join_all(messages.iter().map(|message| publisher.publish(message)));
+    let killing = async {
+        // In the middle of it.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        services(&["kill", "rabbitmq"]).await
+    };
+    let (told, killed) = futures_util::future::join(publishing, killing).await;
+    if killed.is_none() {
+        return;
+    }
+    services(&["up", "rabbitmq"]).await.unwrap();
+    let mut confirmed = std::collections::HashSet::new();
+    for (message, told) in messages.iter().zip(told) {
+        match told {
+            Ok(()) => {
+                confirmed.insert(message.event_id.clone());
+            }
+            Err(error) => assert!(
+                matches!(
+                    error.kind(),
+                    PublishErrorKind::Interrupted | PublishErrorKind::Unavailable
+                ),
+                "{error}"
+            ),
+        }
+    }
+    println!(
+        "{} of {} were confirmed before the kill",
+        confirmed.len(),
+        messages.len()
+    );
+    assert!(confirmed.len() < messages.len(), "killed too late");
+    let until = Instant::now() + SOON;
+    while let Err(error) = publisher.publish(&message(&queue, "after", b"x".to_vec())).await {
+        assert!(Instant::now() < until, "{error}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    publisher.stop().await;
+    let mut source = harness::started(queue.source(), 500).await;
+    while !confirmed.is_empty() {
+        let came = harness::some(&mut source, 1).await;
+        came.iter().for_each(|delivery| {
+            confirmed.remove(&harness::body(delivery));
+        });
+        harness::ack(&mut source, came).await;
+    }
 }
