@@ -38,11 +38,22 @@ pub enum OrderingKey {
 
 /// Settings that cannot work, all of them at once.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConfigError(pub(crate) Vec<String>);
+pub struct ConfigError {
+    what: &'static str,
+    problems: Vec<String>,
+}
+
+impl ConfigError {
+    /// These are wrong with this: `client`, `source`, `publisher`.
+    pub(crate) fn of(what: &'static str, problems: Vec<String>) -> Self {
+        Self { what, problems }
+    }
+}
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the SQS source cannot be built: {}", self.0.join("; "))
+        let problems = self.problems.join("; ");
+        write!(f, "the SQS {} cannot be built: {problems}", self.what)
     }
 }
 
@@ -213,7 +224,7 @@ impl SqsBuilder {
             ));
         }
         if !problems.is_empty() {
-            return Err(ConfigError(problems));
+            return Err(ConfigError::of("source", problems));
         }
         Ok(Settings {
             client: bare(&self.client),
@@ -237,7 +248,7 @@ impl SqsBuilder {
 
 /// The client without retries and time limits of its own. A call to receive that it repeats in secret
 /// may have taken messages the first time, and its limits know nothing of long polls.
-fn bare(client: &Client) -> Client {
+pub(crate) fn bare(client: &Client) -> Client {
     let config = client
         .config()
         .to_builder()
@@ -248,7 +259,7 @@ fn bare(client: &Client) -> Client {
     Client::from_conf(config)
 }
 
-fn bounded<T: PartialOrd + fmt::Debug>(
+pub(crate) fn bounded<T: PartialOrd + fmt::Debug>(
     what: &str,
     value: T,
     (least, most): (T, T),

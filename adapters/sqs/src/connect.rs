@@ -84,7 +84,7 @@ impl Connection {
     ///
     /// An endpoint that is no URL, and one with TLS while the feature `tls` is off.
     pub fn client(&self) -> Result<Client, ConfigError> {
-        let problem = |text: &str| Err(ConfigError(vec![text.to_owned()]));
+        let problem = |text: &str| Err(ConfigError::of("client", vec![text.to_owned()]));
         let http = match self.endpoint.as_deref() {
             // The endpoint is not repeated: nobody knows which part of it is a secret.
             Some(url) if !url.starts_with("http://") && !url.starts_with("https://") => {
@@ -150,6 +150,8 @@ fn tls() -> Option<SharedHttpClient> {
 pub(crate) struct Trouble {
     /// What SQS calls it, or what happened instead of an answer.
     pub(crate) text: String,
+    /// What SQS calls it in one word, if it answered.
+    pub(crate) code: Option<String>,
     /// A person has to change something.
     pub(crate) refused: bool,
     /// Nobody knows whether SQS has done what it was called for.
@@ -184,6 +186,7 @@ where
         Ok(Err(error)) => Err(trouble(&error)),
         Err(_) => Err(Trouble {
             text: format!("no answer within {limit:?}"),
+            code: None,
             refused: false,
             unanswered: true,
         }),
@@ -201,6 +204,7 @@ fn trouble<E: ProvideErrorMetadata + StdError + 'static>(error: &SdkError<E>) ->
             Trouble {
                 refused: is_refusal(code),
                 text,
+                code: refusal.err().code().map(str::to_owned),
                 // Something broke there, before or after it was done.
                 unanswered: refusal.raw().status().is_server_error(),
             }
@@ -208,11 +212,13 @@ fn trouble<E: ProvideErrorMetadata + StdError + 'static>(error: &SdkError<E>) ->
         SdkError::ConstructionFailure(_) => Trouble {
             refused: true,
             text: chain(error),
+            code: None,
             unanswered: false,
         },
         _ => Trouble {
             refused: false,
             text: chain(error),
+            code: None,
             unanswered: true,
         },
     }

@@ -9,6 +9,7 @@ use onlyonce::source::Redelivery;
 
 use crate::config::{OrderingKey, Settings};
 use crate::envelope::{Content, open};
+use crate::packing::{self, Unpacked};
 use crate::settle::Arrival;
 
 pub(crate) const SYSTEM: &str = "aws_sqs";
@@ -16,7 +17,7 @@ pub(crate) const SYSTEM: &str = "aws_sqs";
 pub(crate) const WEAK_IDS: &str = "an SQS MessageId is new whenever a producer sends again and whenever a message \
     is moved out of a dead-letter queue";
 
-const OWN_KEY_HEADER: &str = "onlyonce-ordering-key";
+pub(crate) const OWN_KEY_HEADER: &str = "onlyonce-ordering-key";
 const OWN_TYPE_HEADER: &str = "onlyonce-event-type";
 const CLOUD_EVENTS_TYPE: &str = "ce-type";
 
@@ -66,18 +67,36 @@ fn redelivery(message: &Message) -> Redelivery {
 }
 
 fn events(message: Message, settings: &Settings) -> Vec<RawEvent> {
+    let packed = packing::unpack(&message);
     let arrived = Arrived {
-        headers: headers(&message),
+        headers: match &packed {
+            Some(packed) => packed.headers.clone(),
+            None => headers(&message),
+        },
         id: message.message_id.clone(),
         sent: system(&message, MessageSystemAttributeName::SentTimestamp).and_then(|ms| ms.parse().ok()),
         group: system(&message, MessageSystemAttributeName::MessageGroupId)
             .map(|group| Bytes::copy_from_slice(group.as_bytes())),
         detail: detail(&message),
     };
+    if let Some(packed) = packed {
+        // Published by us: whatever its body looks like, it is no envelope.
+        return vec![of_ours(packed, &arrived, settings)];
+    }
     open(message.body.unwrap_or_default(), settings.unwrapping)
         .into_iter()
         .map(|content| event(content, &arrived, settings))
         .collect()
+}
+
+/// What our publisher sent. Its key may be one that no group can be called, and is beside the group then.
+fn of_ours(packed: Unpacked, message: &Arrived, settings: &Settings) -> RawEvent {
+    let mut event = event(Content::default(), message, settings);
+    event.payload = packed.payload;
+    if settings.ordering_key == OrderingKey::GroupId {
+        event.key = header(&event.headers, OWN_KEY_HEADER).or(event.key);
+    }
+    event
 }
 
 /// What a message says of all that is in it.
@@ -137,7 +156,7 @@ fn header(headers: &Headers, name: &str) -> Option<Bytes> {
 }
 
 /// The message attributes, in the order of their names, as SQS has none of its own.
-fn headers(message: &Message) -> Headers {
+pub(crate) fn headers(message: &Message) -> Headers {
     let Some(attributes) = &message.message_attributes else {
         return Headers::new();
     };

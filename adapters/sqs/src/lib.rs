@@ -1,4 +1,4 @@
-//! Amazon SQS as a source of deliveries for [`onlyonce`] consumers.
+//! Amazon SQS as a source of deliveries for [`onlyonce`] consumers, and as a destination of their outgoing events.
 //!
 //! ```
 //! use onlyonce_sqs::{Connection, Sqs};
@@ -65,6 +65,34 @@
 //! An idle consumer calls once per [wait time](SqsBuilder::wait_time), a busy one twice for up to ten
 //! messages, and once more per third of a visibility timeout for up to ten that take that long.
 //!
+//! # Publishing
+//!
+//! ```
+//! use onlyonce_sqs::{Connection, SqsPublisher};
+//!
+//! let client = Connection::new("us-east-1", "test", "test").endpoint("http://localhost:9324").client()?;
+//! let sqs = SqsPublisher::to(client).build()?;
+//! # drop(sqs);
+//! # Ok::<_, onlyonce_sqs::ConfigError>(())
+//! ```
+//!
+//! An address is a queue's URL, or its name in the client's account and region (which needs `sqs:GetQueueUrl`, once).
+//! Sending needs `sqs:SendMessage`.
+//!
+//! - **Calls** take up to ten messages of one queue: those that wait while the [calls](SqsPublisherBuilder::calls)
+//!   before are under way. No timer holds anything back. Each message has its own answer; of a call that fails as a whole
+//!   for what is in it, every message is `Interrupted`, and tried alone tells which one it was.
+//! - **FIFO queues** order by the event's key, without which an event is refused: it is the `MessageGroupId` if a group
+//!   can be called so (1 to 128 visible ASCII characters), else a digest of it is. The `MessageDeduplicationId` is a digest of
+//!   source, id and how often a person sent the event anew: SQS drops copies for five minutes, and no replay.
+//! - **A failure inside of SQS** counts for no message while nothing passes, and holds up no others once something does:
+//!   then it is the message's refusal, tried again later. Throttling is nobody's fault.
+//! - **On the wire** id, source and media type are attributes (`onlyonce-event-id`, `onlyonce-event-source`, `content-type`); all
+//!   other headers, as SQS allows ten attributes, are one JSON document in the attribute `onlyonce`:
+//!   `{"headers":[["tenant","eu"],["raw",{"base64":"/wA="}],["none",null]],"body":"base64"}`. There `body` says how the body is to be
+//!   read: as it is (not there), `base64` (bytes that are no text, or characters that SQS refuses), `empty` (the body is `""`), `null`
+//!   (the body is `null`, a tombstone). The source of this crate reads all of it back, and takes no such body for an envelope.
+//!
 //! # TLS
 //!
 //! A client of your own brings its own TLS. [`Connection`] has it with the feature `tls`: rustls with
@@ -79,6 +107,8 @@ mod connect;
 mod demand;
 mod envelope;
 mod identity;
+mod packing;
+mod publisher;
 mod request;
 mod session;
 mod settle;
@@ -87,4 +117,5 @@ mod status;
 
 pub use config::{ConfigError, OrderingKey, SqsBuilder};
 pub use connect::Connection;
+pub use publisher::{MAX_MESSAGE_BYTES, SqsPublisher, SqsPublisherBuilder};
 pub use source::Sqs;

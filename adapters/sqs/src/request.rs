@@ -118,6 +118,7 @@ async fn change(settings: &Settings, entries: &[Entry]) -> Result<Vec<BatchResul
 fn unbuildable(error: &aws_sdk_sqs::error::BuildError) -> Trouble {
     Trouble {
         text: error.to_string(),
+        code: None,
         refused: false,
         unanswered: false,
     }

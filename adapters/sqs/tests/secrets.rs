@@ -7,8 +7,9 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use onlyonce::publisher::{Message, Publisher};
 use onlyonce::source::{Incoming, Plan, Source};
-use onlyonce_sqs::{Connection, Sqs};
+use onlyonce_sqs::{Connection, Sqs, SqsPublisher};
 use tracing_subscriber::fmt::MakeWriter;
 
 const SECRET: &str = "s3cr3t/m4rk3r";
@@ -105,6 +106,16 @@ async fn keys_and_tokens_are_in_no_log_and_in_no_error() {
         ("no host", "http://no-such-host.invalid", url.clone()),
     ] {
         let connection = connection(endpoint);
+        let builder = SqsPublisher::to(connection.client().unwrap());
+        shown.push(format!("{builder:?}"));
+        let publisher = builder.build().unwrap();
+        let told = publisher.publish(&Message::new(&url, "secrets", "1", "x")).await;
+        assert_eq!(told.is_ok(), what == "a queue", "{told:?}");
+        shown.push(format!(
+            "{told:?} {publisher:?} {publisher:#?} {:?}",
+            publisher.health()
+        ));
+        publisher.stop().await;
         let builder = Sqs::queue(connection.client().unwrap(), url).wait_time(Duration::ZERO);
         shown.push(format!("{connection:?} {builder:?} {builder:#?}"));
         let mut source = builder.build().unwrap();

@@ -1,4 +1,4 @@
-//! The source against an SQS emulator.
+//! Source and publisher against an SQS emulator.
 //!
 //! `ONLYONCE_SQS_URL` names its endpoint (`eval "$(scripts/services env)"`). Without it every test says
 //! `skipped`, unless `ONLYONCE_REQUIRE_SERVICES=1` makes that a failure.
@@ -13,5 +13,7 @@ mod failures;
 mod harness;
 mod pausing;
 mod proxy;
+mod publisher_conformance;
+mod publishing;
 mod settling;
 mod stopping;
