@@ -8,8 +8,9 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use onlyonce::publisher::{Message, Publisher};
 use onlyonce::source::{Incoming, Plan, Source};
-use onlyonce_kafka::{Kafka, StartAt};
+use onlyonce_kafka::{Kafka, KafkaPublisher, StartAt};
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
@@ -127,6 +128,25 @@ async fn a_password_is_in_no_log_and_in_no_error() {
         assert_eq!(error.is_fatal(), answers, "{address}: {error}");
         shown.push(format!("{error} {error:?}"));
         shown.push(format!("{source:?} {source:#?} {:?}", source.health()));
+
+        let builder = KafkaPublisher::to(address)
+            .patience(Duration::from_secs(2))
+            .set("security.protocol", "sasl_plaintext")
+            .set("sasl.mechanism", "PLAIN")
+            .set("sasl.username", "marker")
+            .set("sasl.password", MARKER)
+            .set("debug", "all");
+        shown.push(format!("{builder:?}"));
+        let publisher = builder.build().unwrap();
+        let error = publisher
+            .publish(&Message::new("secrets", "s", "1", "x"))
+            .await
+            .unwrap_err();
+        shown.push(format!(
+            "{error} {error:?} {publisher:?} {:?}",
+            publisher.health()
+        ));
+        publisher.stop().await;
     }
     // Only a whole client shows that this is not possible.
     let mut source = Kafka::group(&brokers, "secrets")
