@@ -1,14 +1,17 @@
 //! A network cable with scissors: a TCP proxy at one of the addresses that the broker tells to those who come that
 //! way.
 
-use std::sync::Mutex;
+use std::io::ErrorKind;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use tokio::time::sleep;
 
-use super::harness::variable;
+use super::harness::{soon, variable};
 
 /// Those that are free; the broker knows only so many.
 static LINKS: Mutex<Option<Vec<Link>>> = Mutex::new(None);
@@ -43,12 +46,12 @@ impl Proxy {
         let links = variable("ONLYONCE_KAFKA_LINKS")?;
         let free = FREE.acquire().await.unwrap();
         let link = {
-            let mut all = LINKS.lock().unwrap();
+            let mut all = LINKS.lock().unwrap_or_else(PoisonError::into_inner);
             all.get_or_insert_with(|| links.split(',').map(read).collect())
                 .pop()
                 .unwrap()
         };
-        let listener = TcpListener::bind(("127.0.0.1", link.port)).await.unwrap();
+        let listener = soon(listen(link.port)).await;
         let (mode, modes) = watch::channel(Mode::Flowing);
         let broker = link.broker.clone();
         tokio::spawn(async move {
@@ -87,7 +90,19 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        LINKS.lock().unwrap().as_mut().unwrap().push(self.link.clone());
+        let mut all = LINKS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get_or_insert_default().push(self.link.clone());
+    }
+}
+
+/// The proxy before this one may not have let go of the port yet.
+async fn listen(port: u16) -> TcpListener {
+    loop {
+        match TcpListener::bind(("127.0.0.1", port)).await {
+            Ok(listener) => return listener,
+            Err(error) if error.kind() == ErrorKind::AddrInUse => sleep(Duration::from_millis(10)).await,
+            Err(error) => panic!("{error}"),
+        }
     }
 }
 

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeclareOptions;
-use lapin::types::AMQPValue;
 use onlyonce::source::{Incoming, Redelivery, Source};
 use onlyonce_rabbitmq::RabbitMq;
 use tokio::net::TcpListener;
@@ -158,8 +157,7 @@ async fn what_only_a_person_can_change_is_fatal_and_names_the_remedy() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_is_refused_by_name() {
-    let stream = AMQPValue::LongString("stream".into());
-    let Some(queue) = Queue::declare(&[("x-queue-type", stream)]).await else {
+    let Some(queue) = Queue::stream().await else {
         return;
     };
     let error = start_fails(queue.source()).await;

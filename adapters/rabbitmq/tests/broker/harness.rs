@@ -56,6 +56,25 @@ impl Queue {
         Self::declare(&[("x-queue-type", AMQPValue::LongString("quorum".into()))]).await
     }
 
+    /// The broker elects who coordinates streams when the first one is declared; until then it refuses.
+    pub(crate) async fn stream() -> Option<Self> {
+        let kind = ("x-queue-type", AMQPValue::LongString("stream".into()));
+        soon(async {
+            loop {
+                let queue = Self::open().await?;
+                match queue
+                    .try_create(QueueDeclareOptions::durable(), std::slice::from_ref(&kind))
+                    .await
+                {
+                    Ok(()) => return Some(queue),
+                    Err(error) if error.to_string().contains("coordinator_unavailable") => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        })
+        .await
+    }
+
     pub(crate) async fn declare(arguments: &[(&str, AMQPValue)]) -> Option<Self> {
         Self::declare_with(QueueDeclareOptions::durable(), arguments).await
     }
@@ -64,6 +83,13 @@ impl Queue {
         options: QueueDeclareOptions,
         arguments: &[(&str, AMQPValue)],
     ) -> Option<Self> {
+        let queue = Self::open().await?;
+        queue.create(options, arguments).await;
+        Some(queue)
+    }
+
+    /// A name and a connection; the queue is not there yet.
+    async fn open() -> Option<Self> {
         let url = url()?;
         let _unchanged = SETTINGS.read().await;
         let connection = Connection::connect(&url, ConnectionProperties::default())
@@ -74,25 +100,31 @@ impl Queue {
             .confirm_select(ConfirmSelectOptions::default())
             .await
             .unwrap();
-        let queue = Self {
+        Some(Self {
             url,
             name: unique("queue"),
             channel,
             _connection: connection,
-        };
-        queue.create(options, arguments).await;
-        Some(queue)
+        })
     }
 
     pub(crate) async fn create(&self, options: QueueDeclareOptions, arguments: &[(&str, AMQPValue)]) {
+        self.try_create(options, arguments).await.unwrap();
+    }
+
+    async fn try_create(
+        &self,
+        options: QueueDeclareOptions,
+        arguments: &[(&str, AMQPValue)],
+    ) -> lapin::Result<()> {
         let mut table = FieldTable::default();
         for (name, value) in arguments {
             table.insert((*name).into(), value.clone());
         }
         self.channel
             .queue_declare(self.name.as_str().into(), options, table)
-            .await
-            .unwrap();
+            .await?;
+        Ok(())
     }
 
     pub(crate) async fn delete(&self) {

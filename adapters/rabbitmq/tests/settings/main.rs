@@ -11,7 +11,7 @@ mod harness;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use harness::{Queue, SOON, ctl};
+use harness::{Queue, SOON, ctl, soon};
 use onlyonce::publisher::{Message, PublishErrorKind, Publisher};
 use onlyonce_rabbitmq::RabbitMqPublisher;
 use tokio::sync::Mutex;
@@ -19,9 +19,12 @@ use tokio::sync::Mutex;
 /// One test at a time.
 static BROKER: Mutex<()> = Mutex::const_new(());
 
+/// How long a publish waits for its answer.
+const PATIENCE: Duration = Duration::from_secs(3);
+
 fn publisher(queue: &Queue) -> RabbitMqPublisher {
     RabbitMqPublisher::to(&queue.url)
-        .patience(Duration::from_secs(3))
+        .patience(PATIENCE)
         .connect_timeout(Duration::from_secs(3))
         .build()
         .unwrap()
@@ -58,8 +61,10 @@ async fn a_body_beyond_the_broker_s_limit_is_invalid_and_hurts_no_other() {
     messages.insert(10, message(&queue, "limit-1", vec![b'x'; LIMIT - 1]));
     messages.insert(40, message(&queue, "limit+1", vec![b'x'; LIMIT + 1]));
     messages.insert(70, message(&queue, "limit", vec![b'x'; LIMIT]));
-    let since = Instant::now();
-    let told = join_all(messages.iter().map(|message| publisher.publish(message))).await;
+    let told = soon(join_all(
+        messages.iter().map(|message| publisher.publish(message)),
+    ))
+    .await;
     set_limit(128 << 20).await;
     for (message, told) in messages.iter().zip(told) {
         if message.event_id == "limit+1" {
@@ -70,7 +75,6 @@ async fn a_body_beyond_the_broker_s_limit_is_invalid_and_hurts_no_other() {
             told.unwrap_or_else(|error| panic!("{}: {error}", message.event_id));
         }
     }
-    assert!(since.elapsed() < Duration::from_secs(5));
     queue.becomes_ready(102).await;
     publisher.stop().await;
 }
@@ -103,7 +107,7 @@ async fn a_broker_short_of_memory_is_waited_for() {
         assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
         assert!(error.to_string().contains("short of memory"), "{error}");
     }
-    assert!(waited < Duration::from_secs(1), "known to be blocked: {waited:?}");
+    assert!(waited < PATIENCE, "it is known to be blocked: {waited:?}");
     assert!(health.problem.unwrap().contains("connection.blocked"));
 
     let until = Instant::now() + SOON;
