@@ -7,24 +7,12 @@ use super::Relay;
 use super::health::RelayHealth;
 use super::outlet::Outlet;
 use super::retry::Retries;
+use super::settings::Settings;
 use super::work::Shared;
 use crate::consumer::{BuildError, Problems, check_connections};
 use crate::outbox::is_publisher_name;
 use crate::publisher::Publisher;
 use crate::store::{Reach, Relaying};
-
-/// What a relay is told to do.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Settings {
-    pub(crate) lease: Duration,
-    pub(crate) poll: Duration,
-    pub(crate) in_flight: usize,
-    pub(crate) in_flight_bytes: usize,
-    pub(crate) retries: Retries,
-    pub(crate) overtake: bool,
-    pub(crate) keep_sent: Option<Duration>,
-    pub(crate) stop_timeout: Duration,
-}
 
 /// Configures a [`Relay`]. Everything is checked together by [`build`](Self::build); each message names
 /// the field, its value and the bound.

@@ -34,6 +34,7 @@ mod reading;
 mod retry;
 mod run;
 mod sending;
+mod settings;
 mod table;
 mod tenure;
 mod work;

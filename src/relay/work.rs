@@ -9,7 +9,6 @@ use futures_util::future::{BoxFuture, join_all};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use super::builder::Settings;
 use super::flight::Landed;
 use super::hand::Hand;
 use super::health::RelayHealth;
@@ -17,6 +16,7 @@ use super::marks::Marks;
 use super::outlet::Outlet;
 use super::pace::Pace;
 use super::reading::Reading;
+use super::settings::Settings;
 use super::tenure::Tenure;
 use crate::store::{DueRow, HeldLane, LANES, Owner, Relaying, StoreError, UnreadableRow};
 use crate::telemetry;

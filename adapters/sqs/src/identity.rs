@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use aws_sdk_sqs::types::{Message, MessageAttributeValue, MessageSystemAttributeName};
+use aws_sdk_sqs::types::{Message, MessageSystemAttributeName};
 use bytes::Bytes;
 use onlyonce::event::{Headers, Origin, PropertyId, RawEvent};
 use onlyonce::source::Redelivery;
@@ -71,7 +71,7 @@ fn events(message: Message, settings: &Settings) -> Vec<RawEvent> {
     let arrived = Arrived {
         headers: match &packed {
             Some(packed) => packed.headers.clone(),
-            None => headers(&message),
+            None => packing::headers(&message),
         },
         id: message.message_id.clone(),
         sent: system(&message, MessageSystemAttributeName::SentTimestamp).and_then(|ms| ms.parse().ok()),
@@ -155,28 +155,6 @@ fn header(headers: &Headers, name: &str) -> Option<Bytes> {
     headers.get(name).map(Bytes::copy_from_slice)
 }
 
-/// The message attributes, in the order of their names, as SQS has none of its own.
-pub(crate) fn headers(message: &Message) -> Headers {
-    let Some(attributes) = &message.message_attributes else {
-        return Headers::new();
-    };
-    let mut sorted: Vec<_> = attributes.iter().collect();
-    sorted.sort_by_key(|(name, _)| *name);
-    sorted
-        .into_iter()
-        .map(|(name, value)| (name.as_str(), attribute(value)))
-        .collect()
-}
-
-/// A text, also of a number, or bytes; SQS has no attributes without a value.
-fn attribute(value: &MessageAttributeValue) -> Bytes {
-    match (&value.binary_value, &value.string_value) {
-        (Some(bytes), _) => Bytes::copy_from_slice(bytes.as_ref()),
-        (None, Some(text)) => Bytes::copy_from_slice(text.as_bytes()),
-        (None, None) => Bytes::new(),
-    }
-}
-
 fn detail(message: &Message) -> String {
     let mut detail = format!("message-id={}", message.message_id.as_deref().unwrap_or("?"));
     for (what, name) in [
@@ -199,6 +177,7 @@ fn detail(message: &Message) -> String {
 mod tests {
     use std::collections::HashSet;
 
+    use aws_sdk_sqs::types::MessageAttributeValue;
     use onlyonce::event::IdentityRules;
 
     use super::*;

@@ -23,8 +23,6 @@ use onlyonce::event::Headers;
 use onlyonce::publisher::Encoded;
 use serde::{Deserialize, Serialize};
 
-use crate::identity::headers;
-
 /// The attribute with all that has no attribute of its own.
 const ATTRIBUTE: &str = "onlyonce";
 /// Headers that are attributes of their own, for readers that know nothing of the rest.
@@ -181,6 +179,28 @@ pub(crate) fn attribute(value: String) -> Result<MessageAttributeValue, aws_sdk_
         .data_type("String")
         .string_value(value)
         .build()
+}
+
+/// The message attributes, in the order of their names, as SQS has none of its own.
+pub(crate) fn headers(message: &Message) -> Headers {
+    let Some(attributes) = &message.message_attributes else {
+        return Headers::new();
+    };
+    let mut sorted: Vec<_> = attributes.iter().collect();
+    sorted.sort_by_key(|(name, _)| *name);
+    sorted
+        .into_iter()
+        .map(|(name, value)| (name.as_str(), value_of(value)))
+        .collect()
+}
+
+/// A text, also of a number, or bytes; SQS has no attributes without a value.
+fn value_of(value: &MessageAttributeValue) -> Bytes {
+    match (&value.binary_value, &value.string_value) {
+        (Some(bytes), _) => Bytes::copy_from_slice(bytes.as_ref()),
+        (None, Some(text)) => Bytes::copy_from_slice(text.as_bytes()),
+        (None, None) => Bytes::new(),
+    }
 }
 
 #[cfg(test)]

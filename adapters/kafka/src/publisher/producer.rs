@@ -14,8 +14,8 @@ use rdkafka::types::RDKafkaErrorCode as Code;
 use tokio::sync::oneshot;
 
 use super::config::Settings;
-use super::topics::creation;
 use super::traffic::UnderWay;
+use super::verdict;
 use crate::explain;
 
 /// How Kafka's binding of CloudEvents writes their attributes.
@@ -117,7 +117,7 @@ impl Producer {
     pub(super) fn start(settings: &Settings, news: Arc<News>) -> Result<Self, String> {
         ThreadedProducer::from_config_and_context(&settings.producer(), Ear { news })
             .map(|inner| Self { inner: Some(inner) })
-            .map_err(|e| creation(settings, &e))
+            .map_err(|e| verdict::creation(settings, &e))
     }
 
     /// Hands a message to librdkafka, which has it from then on.

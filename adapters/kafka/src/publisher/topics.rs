@@ -120,7 +120,7 @@ fn ask(topic: &str, settings: &Settings, producer: &Producer) -> Result<(), Publ
         complaint: Mutex::default(),
     };
     let client: BaseConsumer<Asking> = BaseConsumer::from_config_and_context(&settings.asking(), context)
-        .map_err(|e| unavailable(creation(settings, &e)))?;
+        .map_err(|e| unavailable(verdict::creation(settings, &e)))?;
     let limit = (settings.patience / 2).min(LONGEST_QUESTION);
     let metadata = client.fetch_metadata(Some(topic), limit).map_err(|error| {
         // What a client has to say comes with a poll.
@@ -149,20 +149,6 @@ fn ask(topic: &str, settings: &Settings, producer: &Producer) -> Result<(), Publ
         verdict::of(code, true),
         format_args!("cannot publish to the topic {topic:?}: {code}{remedy}"),
     ))
-}
-
-/// Why a client cannot even be made, without the values of settings.
-pub(super) fn creation(settings: &Settings, error: &KafkaError) -> String {
-    match error {
-        KafkaError::ClientConfig(_, _, name, _) => format!("the setting {name} is not possible"),
-        KafkaError::ClientCreation(text) => {
-            format!(
-                "the Kafka client cannot be made: {}",
-                settings.without_values(text)
-            )
-        }
-        other => format!("the Kafka client cannot be made: {other}"),
-    }
 }
 
 #[cfg(test)]

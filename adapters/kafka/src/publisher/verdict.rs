@@ -1,8 +1,10 @@
 //! What the client library's reports say about a message, its topic and the brokers. Pure.
 
 use onlyonce::publisher::PublishErrorKind;
+use rdkafka::error::KafkaError;
 use rdkafka::types::RDKafkaErrorCode as Code;
 
+use super::config::Settings;
 use PublishErrorKind::{Destination, Interrupted, Invalid, Refused, Unavailable};
 
 /// What a report says. `alone`: no other message of the topic was under way with it.
@@ -56,6 +58,20 @@ fn is_of_the_producer(code: Code) -> bool {
             | Code::UnknownProducerId
             | Code::ProducerFenced
     )
+}
+
+/// Why a client cannot even be made, without the values of settings.
+pub(super) fn creation(settings: &Settings, error: &KafkaError) -> String {
+    match error {
+        KafkaError::ClientConfig(_, _, name, _) => format!("the setting {name} is not possible"),
+        KafkaError::ClientCreation(text) => {
+            format!(
+                "the Kafka client cannot be made: {}",
+                settings.without_values(text)
+            )
+        }
+        other => format!("the Kafka client cannot be made: {other}"),
+    }
 }
 
 #[cfg(test)]
