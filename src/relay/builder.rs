@@ -42,8 +42,9 @@ impl<S: Relaying> RelayBuilder<S> {
         }
     }
 
-    /// Which rows it publishes: those that were written for the relay of this name. Default `default`.
-    /// Instances of one name share its lanes; relays of different names know nothing of each other.
+    /// Which rows it publishes: those that were written for the relay of this name, 1 to 64 of `a-z`, `0-9`, `-` and
+    /// `_`. Default `default`. Instances of one name share its lanes; relays of different names know nothing of
+    /// each other.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
@@ -123,7 +124,10 @@ impl<S: Relaying> RelayBuilder<S> {
     pub fn build(self) -> Result<Relay<S>, BuildError> {
         let mut problems = Problems::default();
         let (ms, day) = (Duration::from_millis(1), Duration::from_secs(86_400));
-        problems.name(&self.name, "it says which rows are its own");
+        // As an outbox writes them: under any other name there could be no rows.
+        if !is_publisher_name(&self.name) {
+            problems.add(format!("name is {:?} (1 to 64 of a-z, 0-9, - and _)", self.name));
+        }
         if self.publishers.is_empty() {
             problems.add("publisher is not set (where the events go)".into());
         }

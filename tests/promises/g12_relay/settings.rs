@@ -24,13 +24,11 @@ fn problems<T>(built: Result<T, BuildError>) -> Vec<String> {
 async fn every_message_names_the_field_the_value_and_the_bound<S: TestStore + Relaying>(stage: Stage<S>) {
     type Set<S> = fn(RelayBuilder<S>) -> RelayBuilder<S>;
     let cases: &[(Set<S>, &str)] = &[
+        // The names that an outbox writes to, and no others.
+        (|r| r.name(""), r#"name is "" (1 to 64 of a-z, 0-9, - and _)"#),
         (
-            |r| r.name(""),
-            "name is 0 bytes long (1 to 128: it says which rows are its own)",
-        ),
-        (
-            |r| r.name("a "),
-            r#"name is "a " (no blanks around it, no control characters)"#,
+            |r| r.name("Default"),
+            r#"name is "Default" (1 to 64 of a-z, 0-9, - and _)"#,
         ),
         (
             |r| r.publisher("Kafka", MemoryPublisher::new()),
