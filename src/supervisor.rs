@@ -50,9 +50,15 @@ struct Purge {
 
 type Running<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Consumer,
+    Relay,
+}
+
 /// A consumer or a relay with its types forgotten.
 struct Member {
-    kind: &'static str,
+    kind: Kind,
     name: String,
     pool: usize,
     max_connections: u32,
@@ -80,8 +86,9 @@ impl Supervisor {
     }
 
     /// Runs until `stop` is ready, then stops in good order: take no more, finish or roll back what
-    /// runs within the deadline, give back the rest, flush the acks and marks. Ends early with the first error
-    /// of a consumer or a relay, after the others have stopped.
+    /// runs within the deadline, give back the rest, flush the acks and marks. Relays stop when the last consumer
+    /// has, and publish until then. Ends early with the first error of a consumer or a relay, after the others
+    /// have stopped.
     ///
     /// Dropping this future does not cut anything off: it stops them as well, in the background.
     pub async fn run_until(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<(), RunError> {
@@ -101,14 +108,27 @@ impl Supervisor {
     }
 
     async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
-        let mut purges = JoinSet::new();
-        let mut members = JoinSet::new();
+        let (mut consumers, mut relays, mut purges) = (JoinSet::new(), JoinSet::new(), JoinSet::new());
+        let stop_relays = CancellationToken::new();
         for member in self.members {
-            members.spawn((member.run)(stop.clone()));
+            match member.kind {
+                Kind::Consumer => consumers.spawn((member.run)(stop.clone())),
+                Kind::Relay => relays.spawn((member.run)(stop_relays.clone())),
+            };
             purges.spawn((member.purge)(self.purge));
         }
         let mut result = Ok(());
-        while let Some(ended) = members.join_next().await {
+        loop {
+            let ended = tokio::select! {
+                Some(ended) = consumers.join_next() => ended,
+                Some(ended) = relays.join_next() => ended,
+                // What consumers commit while they stop goes out as before.
+                () = stop.cancelled(), if consumers.is_empty() && !stop_relays.is_cancelled() => {
+                    stop_relays.cancel();
+                    continue;
+                }
+                else => break,
+            };
             stop.cancel();
             let ended = ended.unwrap_or_else(|e| Err(RunError::lane_died("supervisor", Some(e))));
             result = result.and(ended);
@@ -119,13 +139,22 @@ impl Supervisor {
     }
 }
 
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Consumer => "consumer",
+            Self::Relay => "relay",
+        })
+    }
+}
+
 impl SupervisorBuilder {
     /// Adds a consumer.
     pub fn consumer<S: Inbox + Operations>(mut self, consumer: Consumer<S>) -> Self {
         let store = consumer.store().clone();
         let (name, window) = (consumer.name().to_owned(), consumer.dedup_window());
         self.members.push(Member {
-            kind: "consumer",
+            kind: Kind::Consumer,
             name: name.clone(),
             pool: store.pool_id(),
             max_connections: store.max_connections(),
@@ -142,7 +171,7 @@ impl SupervisorBuilder {
         let store = relay.store().clone();
         let (name, kept) = (relay.name().to_owned(), relay.keeps_sent());
         self.members.push(Member {
-            kind: "relay",
+            kind: Kind::Relay,
             name: name.clone(),
             pool: store.pool_id(),
             max_connections: store.max_connections(),

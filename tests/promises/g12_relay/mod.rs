@@ -1,6 +1,7 @@
 //! G12: outgoing events are sent at least once, per key in the order of their outbox ids, over several relay
 //! instances; a row counts as sent only after the broker has confirmed it.
 
+mod beside;
 mod failures;
 mod lanes;
 mod marks;
