@@ -6,6 +6,7 @@ mod failures;
 mod lanes;
 mod marks;
 mod order;
+mod parked;
 mod settings;
 mod stop;
 mod waking;
