@@ -3,4 +3,8 @@
 #[cfg(feature = "chaos")]
 pub mod chaos;
 pub mod drive;
+#[cfg(feature = "chaos")]
+pub mod outbox_chaos;
+#[cfg(feature = "chaos")]
+pub mod processes;
 pub mod throughput;

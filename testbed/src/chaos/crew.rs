@@ -22,6 +22,7 @@ use tokio_util::sync::CancellationToken;
 use super::broker::Entrance;
 use super::link::Link;
 use super::options::Options;
+use crate::processes::{logs_of, signal};
 
 /// A worker that has not come to its crash point by then is killed where it is.
 const CRASH_PATIENCE: Duration = Duration::from_secs(15);
@@ -103,9 +104,7 @@ impl Crew {
         postgres: &str,
         entrances: Vec<Entrance>,
     ) -> anyhow::Result<Self> {
-        let logs = std::env::var_os("CHAOS_LOGS")
-            .map_or_else(std::env::temp_dir, PathBuf::from)
-            .join(&options.name);
+        let logs = logs_of(&options.name);
         std::fs::create_dir_all(&logs).with_context(|| format!("{}", logs.display()))?;
         let mut places = Vec::new();
         for entrance in entrances {
@@ -445,19 +444,6 @@ impl Crew {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
-}
-
-/// Sends a signal by name.
-pub(super) async fn signal(name: &str, pid: Option<u32>) -> anyhow::Result<()> {
-    if let Some(pid) = pid {
-        // It fails if the process has just ended, which is what was wanted or comes to the same.
-        Command::new("kill")
-            .arg(format!("-{name}"))
-            .arg(pid.to_string())
-            .output()
-            .await?;
-    }
-    Ok(())
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

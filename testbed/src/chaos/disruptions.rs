@@ -6,10 +6,11 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::sleep;
 
-use super::crew::{Crew, Place, lock, signal};
+use super::crew::{Crew, Place, lock};
 use super::link::Link;
 use super::options::Options;
 use super::servers::Servers;
+use crate::processes::signal;
 
 #[derive(Debug, Clone, Copy)]
 enum Disruption {

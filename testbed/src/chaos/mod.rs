@@ -20,7 +20,7 @@ mod ledger;
 mod link;
 mod options;
 mod producer;
-mod servers;
+pub(crate) mod servers;
 mod worker;
 
 use std::process::ExitCode;
@@ -72,7 +72,7 @@ struct Run<B> {
 impl<B: Broker> Run<B> {
     async fn prepare(options: Options, broker: B) -> anyhow::Result<Self> {
         let (options, broker) = (Arc::new(options), Arc::new(broker));
-        let servers = Arc::new(Servers::with::<B>()?);
+        let servers = Arc::new(Servers::with(B::NEVER_RESTARTED.is_none().then_some(B::SERVICE))?);
         let ledger = Ledger::create(&servers.postgres, &options.name).await?;
         broker.declare(&options.name).await.context("the broker")?;
         let entrances: Vec<_> = (0..options.places())

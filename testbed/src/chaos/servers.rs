@@ -7,30 +7,29 @@ use std::sync::{Mutex, MutexGuard};
 use anyhow::bail;
 use tokio::process::Command;
 
-use super::broker::Broker;
 use super::variable;
 
-pub(super) struct Servers {
-    pub(super) postgres: String,
+pub(crate) struct Servers {
+    pub(crate) postgres: String,
     /// The broker's name in `scripts/services`, if it may be restarted.
-    pub(super) broker: Option<&'static str>,
+    pub(crate) broker: Option<&'static str>,
     services: String,
     /// What was done to them, in order.
     done: Mutex<Vec<String>>,
 }
 
 impl Servers {
-    pub(super) fn with<B: Broker>() -> anyhow::Result<Self> {
+    pub(crate) fn with(broker: Option<&'static str>) -> anyhow::Result<Self> {
         Ok(Self {
             postgres: variable("ONLYONCE_POSTGRES_URL")?,
-            broker: B::NEVER_RESTARTED.is_none().then_some(B::SERVICE),
+            broker,
             services: variable("ONLYONCE_SERVICES")?,
             done: Mutex::default(),
         })
     }
 
     /// `restart` is an orderly one; `kill` a SIGKILL with a start after it.
-    pub(super) async fn restart(&self, how: &str, service: &str) -> anyhow::Result<()> {
+    pub(crate) async fn restart(&self, how: &str, service: &str) -> anyhow::Result<()> {
         self.services(&[how, service]).await?;
         if how == "kill" {
             self.services(&["up", service]).await?;
@@ -39,7 +38,7 @@ impl Servers {
         Ok(())
     }
 
-    pub(super) async fn restart_broker(&self, how: &str) -> anyhow::Result<()> {
+    pub(crate) async fn restart_broker(&self, how: &str) -> anyhow::Result<()> {
         match self.broker {
             Some(service) => self.restart(how, service).await,
             None => bail!("this broker is never restarted"),
@@ -61,18 +60,18 @@ impl Servers {
         Ok(())
     }
 
-    pub(super) fn note(&self, what: String) {
+    pub(crate) fn note(&self, what: String) {
         self.done().push(what);
     }
 
-    pub(super) fn restarts(&self) -> usize {
+    pub(crate) fn restarts(&self) -> usize {
         self.done()
             .iter()
             .filter(|what| what.starts_with("restart") || what.starts_with("kill"))
             .count()
     }
 
-    pub(super) fn table(&self) -> String {
+    pub(crate) fn table(&self) -> String {
         let done = self.done();
         let mut kinds = std::collections::BTreeMap::<&str, usize>::new();
         done.iter().for_each(|what| *kinds.entry(what).or_default() += 1);

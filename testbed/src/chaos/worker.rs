@@ -7,11 +7,11 @@ use onlyonce::testing::crash_from_env;
 use onlyonce::{Consumer, Context, Event, Handler, HandlerError, Json, RetryPolicy, async_trait};
 use sqlx::{AssertSqlSafe, Postgres};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
 use super::broker::{Broker, Seat};
 use super::events::{self, How};
 use super::variable;
+use crate::processes::{end_with_the_runner, logs_to_stderr};
 
 /// What a dead process had leased is free again after this.
 const LEASE: Duration = Duration::from_secs(2);
@@ -70,11 +70,7 @@ impl Handler<Postgres> for Ledger {
 
 /// Runs until SIGTERM, or until it is killed, or until a crash point named by `ONLYONCE_CRASH`.
 pub(super) async fn run<B: Broker>(mut broker: B) -> anyhow::Result<()> {
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .with_env_filter(EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info")))
-        .init();
+    logs_to_stderr();
     for argument in std::env::args().skip(2) {
         anyhow::ensure!(broker.option(&argument), "{argument} is not known to the worker");
     }
@@ -107,7 +103,7 @@ pub(super) async fn run<B: Broker>(mut broker: B) -> anyhow::Result<()> {
         )
         .crash_when(crash_from_env())
         .build()?;
-    std::thread::spawn(end_with_the_runner);
+    end_with_the_runner();
     let mut terminated = signal(SignalKind::terminate())?;
     consumer
         .run_until(async move {
@@ -115,10 +111,4 @@ pub(super) async fn run<B: Broker>(mut broker: B) -> anyhow::Result<()> {
         })
         .await?;
     Ok(())
-}
-
-/// The runner holds the other end of stdin, and lets go of it when it ends, however it ends.
-fn end_with_the_runner() {
-    let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-    std::process::exit(3);
 }
