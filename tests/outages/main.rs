@@ -5,6 +5,7 @@
 // The stage serves other tests as well.
 #![allow(dead_code, unused_macros)]
 
+mod outbox;
 #[path = "../promises/running.rs"]
 mod running;
 #[path = "../promises/stage.rs"]
