@@ -1,7 +1,7 @@
 //! The schema: migrations that run at once, and a start-up that names what is missing.
 
 use onlyonce::store::postgres::PostgresOptions;
-use onlyonce::store::{Operations, PostgresStore};
+use onlyonce::store::{Operations, PostgresStore, Relaying};
 use onlyonce::testing::{Broker, deliver, event};
 use onlyonce::{Bytes, Consumer, handler_fn};
 use sqlx::Postgres;
@@ -146,13 +146,7 @@ async fn what_is_missing_is_named_before_anything_is_taken() {
              ALTER TABLE {s}.processed_events ADD PRIMARY KEY (event_key, consumer)",
             "table processed_events has no unique index on event_key",
         ),
-        // Unique, but not by these two: a relay could not hold a lane of its own.
-        (
-            "ALTER TABLE {s}.outbox_lanes DROP CONSTRAINT outbox_lanes_pkey;
-             CREATE UNIQUE INDEX ON {s}.outbox_lanes (relay, lane, owner)",
-            "table outbox_lanes has no unique index on relay, lane",
-        ),
-        // Nor by what is made of a column.
+        // Unique, but not by the column alone.
         (
             "DROP INDEX {s}.inbox_unfinished;
              CREATE UNIQUE INDEX ON {s}.inbox (event_key, (attempts + 1)) WHERE state IN ('ready', 'running', 'dead')",
@@ -166,7 +160,6 @@ async fn what_is_missing_is_named_before_anything_is_taken() {
             "ALTER TABLE {s}.outbox DROP COLUMN traceparent",
             "column outbox.traceparent (text) is missing",
         ),
-        ("DROP TABLE {s}.outbox_relays", "column outbox_relays.relay (text) is missing"),
         ("DROP TABLE {s}.inbox", "column inbox.id (int8) is missing"),
         ("DROP TABLE {s}.schema_version", "run migrate()"),
     ] {
@@ -177,6 +170,31 @@ async fn what_is_missing_is_named_before_anything_is_taken() {
         let refused = refusal(&stage, stage.store.clone()).await;
         let refused = refused.unwrap_or_else(|| panic!("started after {breaks}"));
         assert!(refused.contains(says), "{breaks}: {refused}");
+        stage.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_only_a_relay_needs_is_asked_for_by_the_relay() {
+    for (breaks, says) in [
+        // Unique, but not by these two: a relay could not hold a lane of its own.
+        (
+            "ALTER TABLE {s}.outbox_lanes DROP CONSTRAINT outbox_lanes_pkey;
+             CREATE UNIQUE INDEX ON {s}.outbox_lanes (relay, lane, owner)",
+            "table outbox_lanes has no unique index on relay, lane",
+        ),
+        (
+            "DROP TABLE {s}.outbox_relays",
+            "column outbox_relays.relay (text) is missing",
+        ),
+    ] {
+        let Some(stage) = PostgresStore::fresh().await else {
+            return;
+        };
+        stage.execute(breaks, "").await;
+        let refused = stage.store.check_outgoing().await.unwrap_err().to_string();
+        assert!(refused.contains(says), "{breaks}: {refused}");
+        assert_eq!(refusal(&stage, stage.store.clone()).await, None, "{breaks}");
         stage.end().await;
     }
 }

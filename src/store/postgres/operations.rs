@@ -20,7 +20,41 @@ const LAYOUT: i32 = 1;
 const INIT: &str = include_str!("../../../migrations/postgres/0001_init.sql");
 
 /// Tables with their columns and the types of these.
-pub(super) type Tables = &'static [(&'static str, &'static [(&'static str, &'static str)])];
+pub(super) type Tables = &'static [Table];
+type Table = (&'static str, &'static [(&'static str, &'static str)]);
+
+/// Tables with the columns that are unique in them, all or those of some rows.
+pub(super) type Unique = &'static [(&'static str, &'static str, Option<&'static str>)];
+
+/// What a handler's events are written into, and a relay reads.
+pub(super) const OUTBOX: Table = (
+    "outbox",
+    &[
+        ("id", "int8"),
+        ("relay", "text"),
+        ("event_id", "text"),
+        ("source", "text"),
+        ("destination", "text"),
+        ("ordering_key", "bytea"),
+        ("key_hash", "bytea"),
+        ("lane", "int2"),
+        ("event_type", "text"),
+        ("payload", "bytea"),
+        ("content_type", "text"),
+        ("headers", "bytea"),
+        ("attributes", "bytea"),
+        ("mode", "text"),
+        ("traceparent", "text"),
+        ("created_at", "timestamptz"),
+        ("send_at", "timestamptz"),
+        ("attempts", "int4"),
+        ("next_attempt_at", "timestamptz"),
+        ("last_error", "text"),
+        ("parked_at", "timestamptz"),
+        ("replays", "int4"),
+        ("sent_at", "timestamptz"),
+    ],
+);
 
 /// What `check` compares with.
 const COLUMNS: Tables = &[
@@ -75,57 +109,11 @@ const COLUMNS: Tables = &[
             ("dead_at", "timestamptz"),
         ],
     ),
-    (
-        "outbox",
-        &[
-            ("id", "int8"),
-            ("relay", "text"),
-            ("event_id", "text"),
-            ("source", "text"),
-            ("destination", "text"),
-            ("ordering_key", "bytea"),
-            ("key_hash", "bytea"),
-            ("lane", "int2"),
-            ("event_type", "text"),
-            ("payload", "bytea"),
-            ("content_type", "text"),
-            ("headers", "bytea"),
-            ("attributes", "bytea"),
-            ("mode", "text"),
-            ("traceparent", "text"),
-            ("created_at", "timestamptz"),
-            ("send_at", "timestamptz"),
-            ("attempts", "int4"),
-            ("next_attempt_at", "timestamptz"),
-            ("last_error", "text"),
-            ("parked_at", "timestamptz"),
-            ("replays", "int4"),
-            ("sent_at", "timestamptz"),
-        ],
-    ),
-    (
-        "outbox_lanes",
-        &[
-            ("relay", "text"),
-            ("lane", "int2"),
-            ("owner", "uuid"),
-            ("fence", "int8"),
-            ("leased_until", "timestamptz"),
-        ],
-    ),
-    (
-        "outbox_relays",
-        &[
-            ("relay", "text"),
-            ("owner", "uuid"),
-            ("alive_until", "timestamptz"),
-        ],
-    ),
+    OUTBOX,
 ];
 
-/// Without these, an event could be processed twice, held twice, or published out of order: their absence
-/// is fatal.
-const UNIQUE: &[(&str, &str, Option<&str>)] = &[
+/// Without these, an event could be processed twice, or held twice: their absence is fatal.
+const UNIQUE: Unique = &[
     ("processed_events", "event_key", None),
     (
         "inbox",
@@ -133,8 +121,6 @@ const UNIQUE: &[(&str, &str, Option<&str>)] = &[
         Some("state = ANY (ARRAY['ready'::text, 'running'::text, 'dead'::text])"),
     ),
     ("outbox", "id", None),
-    ("outbox_lanes", "relay, lane", None),
-    ("outbox_relays", "relay, owner", None),
 ];
 
 #[async_trait]
@@ -164,7 +150,7 @@ impl Operations for PostgresStore {
         self.probe_settings(limits).await?;
         self.check_version().await?;
         self.check_columns(COLUMNS).await?;
-        self.check_unique().await?;
+        self.check_unique(UNIQUE).await?;
         self.check_privileges(COLUMNS).await
     }
 
@@ -382,7 +368,7 @@ impl PostgresStore {
         Ok(())
     }
 
-    async fn check_unique(&self) -> Result<(), StoreError> {
+    pub(super) async fn check_unique(&self, unique: Unique) -> Result<(), StoreError> {
         let indexes = sqlx::query(
             "SELECT c.relname::text,
                     (SELECT string_agg(COALESCE(a.attname::text, '()'), ', ' ORDER BY k.n)
@@ -402,7 +388,7 @@ impl PostgresStore {
             .map(<(String, Option<String>, Option<String>)>::from_row)
             .collect::<Result<Vec<_>, _>>()
             .map_err(|e| classify("checking the schema", e))?;
-        for (table, column, predicate) in UNIQUE {
+        for (table, column, predicate) in unique {
             let matches = |(t, c, p): &(String, Option<String>, Option<String>)| {
                 t == table && c.as_deref() == Some(*column) && p.as_deref().map(plain) == predicate.map(plain)
             };

@@ -7,7 +7,7 @@ use sqlx::postgres::PgRow;
 
 use super::PostgresStore;
 use super::classify::classify;
-use super::operations::Tables;
+use super::operations::{OUTBOX, Tables, Unique};
 use crate::event::Headers;
 use crate::outbox::Destination;
 use crate::publisher::Message;
@@ -17,36 +17,9 @@ use crate::store::{
     DueRequest, DueRow, HeldLane, OutgoingBacklog, Owner, Refusal, Relaying, StoreError, UnreadableRow,
 };
 
-/// The tables of the outbox; a consumer that sends nothing can do without them.
+/// What a relay needs; consumers do without all but the first of them.
 const COLUMNS: Tables = &[
-    (
-        "outbox",
-        &[
-            ("id", "int8"),
-            ("relay", "text"),
-            ("event_id", "text"),
-            ("source", "text"),
-            ("destination", "text"),
-            ("ordering_key", "bytea"),
-            ("key_hash", "bytea"),
-            ("lane", "int2"),
-            ("event_type", "text"),
-            ("payload", "bytea"),
-            ("content_type", "text"),
-            ("headers", "bytea"),
-            ("attributes", "bytea"),
-            ("mode", "text"),
-            ("traceparent", "text"),
-            ("created_at", "timestamptz"),
-            ("send_at", "timestamptz"),
-            ("attempts", "int4"),
-            ("next_attempt_at", "timestamptz"),
-            ("last_error", "text"),
-            ("parked_at", "timestamptz"),
-            ("replays", "int4"),
-            ("sent_at", "timestamptz"),
-        ],
-    ),
+    OUTBOX,
     (
         "outbox_lanes",
         &[
@@ -67,11 +40,18 @@ const COLUMNS: Tables = &[
     ),
 ];
 
+/// Without these, a lane could be held twice, and its events go out of order.
+const UNIQUE: Unique = &[
+    ("outbox_lanes", "relay, lane", None),
+    ("outbox_relays", "relay, owner", None),
+];
+
 #[async_trait]
 impl Relaying for PostgresStore {
     async fn check_outgoing(&self) -> Result<(), StoreError> {
         self.check_version().await?;
         self.check_columns(COLUMNS).await?;
+        self.check_unique(UNIQUE).await?;
         self.check_privileges(COLUMNS).await
     }
 

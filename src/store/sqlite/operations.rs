@@ -22,7 +22,41 @@ const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
 const MIGRATING: Duration = Duration::from_secs(60);
 
 /// Tables with their columns and the types of these.
-pub(super) type Tables = &'static [(&'static str, &'static [(&'static str, &'static str)])];
+pub(super) type Tables = &'static [Table];
+type Table = (&'static str, &'static [(&'static str, &'static str)]);
+
+/// Tables with the columns that are unique in them, all or those of some rows.
+pub(super) type Unique = &'static [(&'static str, &'static str, Option<&'static str>)];
+
+/// What a handler's events are written into, and a relay reads.
+pub(super) const OUTBOX: Table = (
+    "onlyonce_outbox",
+    &[
+        ("id", "INTEGER"),
+        ("relay", "TEXT"),
+        ("event_id", "TEXT"),
+        ("source", "TEXT"),
+        ("destination", "TEXT"),
+        ("ordering_key", "BLOB"),
+        ("key_hash", "BLOB"),
+        ("lane", "INTEGER"),
+        ("event_type", "TEXT"),
+        ("payload", "BLOB"),
+        ("content_type", "TEXT"),
+        ("headers", "BLOB"),
+        ("attributes", "BLOB"),
+        ("mode", "TEXT"),
+        ("traceparent", "TEXT"),
+        ("created_at", "INTEGER"),
+        ("send_at", "INTEGER"),
+        ("attempts", "INTEGER"),
+        ("next_attempt_at", "INTEGER"),
+        ("last_error", "TEXT"),
+        ("parked_at", "INTEGER"),
+        ("replays", "INTEGER"),
+        ("sent_at", "INTEGER"),
+    ],
+);
 
 /// What `check` compares with.
 const COLUMNS: Tables = &[
@@ -79,61 +113,17 @@ const COLUMNS: Tables = &[
             ("dead_at", "INTEGER"),
         ],
     ),
-    (
-        "onlyonce_outbox",
-        &[
-            ("id", "INTEGER"),
-            ("relay", "TEXT"),
-            ("event_id", "TEXT"),
-            ("source", "TEXT"),
-            ("destination", "TEXT"),
-            ("ordering_key", "BLOB"),
-            ("key_hash", "BLOB"),
-            ("lane", "INTEGER"),
-            ("event_type", "TEXT"),
-            ("payload", "BLOB"),
-            ("content_type", "TEXT"),
-            ("headers", "BLOB"),
-            ("attributes", "BLOB"),
-            ("mode", "TEXT"),
-            ("traceparent", "TEXT"),
-            ("created_at", "INTEGER"),
-            ("send_at", "INTEGER"),
-            ("attempts", "INTEGER"),
-            ("next_attempt_at", "INTEGER"),
-            ("last_error", "TEXT"),
-            ("parked_at", "INTEGER"),
-            ("replays", "INTEGER"),
-            ("sent_at", "INTEGER"),
-        ],
-    ),
-    (
-        "onlyonce_outbox_lanes",
-        &[
-            ("relay", "TEXT"),
-            ("lane", "INTEGER"),
-            ("owner", "BLOB"),
-            ("fence", "INTEGER"),
-            ("leased_until", "INTEGER"),
-        ],
-    ),
-    (
-        "onlyonce_outbox_relays",
-        &[("relay", "TEXT"), ("owner", "BLOB"), ("alive_until", "INTEGER")],
-    ),
+    OUTBOX,
 ];
 
-/// Without these, an event could be processed twice, held twice, or published out of order: their absence
-/// is fatal.
-const UNIQUE: &[(&str, &str, Option<&str>)] = &[
+/// Without these, an event could be processed twice, or held twice: their absence is fatal.
+const UNIQUE: Unique = &[
     ("onlyonce_processed_events", "event_key", None),
     (
         "onlyonce_inbox",
         "event_key",
         Some("state IN ('ready', 'running', 'dead')"),
     ),
-    ("onlyonce_outbox_lanes", "relay,lane", None),
-    ("onlyonce_outbox_relays", "relay,owner", None),
 ];
 
 #[async_trait]
@@ -160,7 +150,7 @@ impl Operations for SqliteStore {
         self.check_settings(limits).await?;
         self.check_version().await?;
         self.check_columns(COLUMNS).await?;
-        self.check_unique().await?;
+        self.check_unique(UNIQUE).await?;
         self.check_open_mark().await
     }
 
@@ -346,8 +336,8 @@ impl SqliteStore {
         Ok(())
     }
 
-    async fn check_unique(&self) -> Result<(), StoreError> {
-        for (table, column, predicate) in UNIQUE {
+    pub(super) async fn check_unique(&self, unique: Unique) -> Result<(), StoreError> {
+        for (table, column, predicate) in unique {
             let rows: Vec<(String, Option<String>)> = sqlx::query_as(
                 "SELECT (SELECT group_concat(COALESCE(c.name, '')) FROM pragma_index_info(i.name) c), m.sql
                    FROM pragma_index_list(?1) i

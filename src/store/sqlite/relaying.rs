@@ -8,7 +8,7 @@ use sqlx::sqlite::SqliteRow;
 
 use super::classify::classify;
 use super::inbox::micros;
-use super::operations::Tables;
+use super::operations::{OUTBOX, Tables, Unique};
 use super::{SqliteStore, commit, sql};
 use crate::event::Headers;
 use crate::outbox::Destination;
@@ -19,36 +19,9 @@ use crate::store::{
     DueRequest, DueRow, HeldLane, LANES, OutgoingBacklog, Owner, Refusal, Relaying, StoreError, UnreadableRow,
 };
 
-/// The tables of the outbox; a consumer that sends nothing can do without them.
+/// What a relay needs; consumers do without all but the first of them.
 const COLUMNS: Tables = &[
-    (
-        "onlyonce_outbox",
-        &[
-            ("id", "INTEGER"),
-            ("relay", "TEXT"),
-            ("event_id", "TEXT"),
-            ("source", "TEXT"),
-            ("destination", "TEXT"),
-            ("ordering_key", "BLOB"),
-            ("key_hash", "BLOB"),
-            ("lane", "INTEGER"),
-            ("event_type", "TEXT"),
-            ("payload", "BLOB"),
-            ("content_type", "TEXT"),
-            ("headers", "BLOB"),
-            ("attributes", "BLOB"),
-            ("mode", "TEXT"),
-            ("traceparent", "TEXT"),
-            ("created_at", "INTEGER"),
-            ("send_at", "INTEGER"),
-            ("attempts", "INTEGER"),
-            ("next_attempt_at", "INTEGER"),
-            ("last_error", "TEXT"),
-            ("parked_at", "INTEGER"),
-            ("replays", "INTEGER"),
-            ("sent_at", "INTEGER"),
-        ],
-    ),
+    OUTBOX,
     (
         "onlyonce_outbox_lanes",
         &[
@@ -65,11 +38,18 @@ const COLUMNS: Tables = &[
     ),
 ];
 
+/// Without these, a lane could be held twice, and its events go out of order.
+const UNIQUE: Unique = &[
+    ("onlyonce_outbox_lanes", "relay,lane", None),
+    ("onlyonce_outbox_relays", "relay,owner", None),
+];
+
 #[async_trait]
 impl Relaying for SqliteStore {
     async fn check_outgoing(&self) -> Result<(), StoreError> {
         self.check_version().await?;
-        self.check_columns(COLUMNS).await
+        self.check_columns(COLUMNS).await?;
+        self.check_unique(UNIQUE).await
     }
 
     async fn hold_lanes(

@@ -1,4 +1,5 @@
 use super::*;
+use crate::store::Relaying as _;
 
 #[tokio::test]
 async fn purge_goes_on_where_it_stopped_and_leaves_business_claims() {
@@ -68,6 +69,26 @@ async fn migrating_twice_and_by_several_at_once_gives_one_set_of_tables() {
 }
 
 #[tokio::test]
+async fn what_only_a_relay_needs_is_asked_for_by_the_relay() {
+    let bench = Bench::empty();
+    let mut conn = bench.options().create_if_missing(true).connect().await.unwrap();
+    let tables = include_str!("../../../../migrations/sqlite/0001_init.sql");
+    let tables = tables.replace("PRIMARY KEY (relay, lane)", "PRIMARY KEY (relay, lane, fence)");
+    sqlx::raw_sql(sqlx::AssertSqlSafe(tables))
+        .execute(&mut conn)
+        .await
+        .unwrap();
+    let error = bench.store.check_outgoing().await.unwrap_err().to_string();
+    for text in [
+        "onlyonce_outbox_lanes has no unique index on relay,lane",
+        "CREATE UNIQUE INDEX onlyonce_outbox_lanes_relay_lane ON onlyonce_outbox_lanes (relay,lane)",
+    ] {
+        assert!(error.contains(text), "{error}");
+    }
+    bench.check().await.unwrap();
+}
+
+#[tokio::test]
 async fn check_names_what_is_missing_or_wrong_and_how_to_repair_it() {
     let rebuilt = |find: &str, put: &str| -> &'static str {
         let tables = include_str!("../../../../migrations/sqlite/0001_init.sql");
@@ -97,13 +118,6 @@ async fn check_names_what_is_missing_or_wrong_and_how_to_repair_it() {
         (
             rebuilt("traceparent     TEXT", "tracing TEXT"),
             &["onlyonce_outbox.traceparent is missing", "ADD COLUMN traceparent"],
-        ),
-        (
-            rebuilt("PRIMARY KEY (relay, lane)", "PRIMARY KEY (relay, lane, fence)"),
-            &[
-                "onlyonce_outbox_lanes has no unique index on relay,lane",
-                "CREATE UNIQUE INDEX onlyonce_outbox_lanes_relay_lane ON onlyonce_outbox_lanes (relay,lane)",
-            ],
         ),
         (
             rebuilt("CREATE UNIQUE INDEX", "CREATE INDEX"),
