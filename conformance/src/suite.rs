@@ -139,6 +139,13 @@ macro_rules! store_suite {
             enqueues_once
             inbox_keeps_every_byte
             purge_respects_the_window
+            outgoing_goes_with_its_transaction
+            outgoing_keeps_order_and_bytes
+            lanes_are_shared_and_fenced
+            refusals_are_fenced
+            due_rows_wait_for_their_key
+            parked_rows_are_replayed_or_discarded
+            sent_rows_are_never_due
             migrations_can_be_repeated
             check_names_what_is_missing
             probe_answers

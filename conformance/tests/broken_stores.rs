@@ -3,16 +3,17 @@
 
 mod support;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use onlyonce::async_trait;
 use onlyonce::event::{EventKey, Identity, PayloadHash};
 use onlyonce::store::{
-    Backlog, ClaimAnswer, ClaimRequest, ClaimedAhead, Claims, CommitError, Connection, HeldEvent, Inbox,
-    Lease, Limits, Next, Operations, Outcome, Parked, Parking, PurgeCursor, Purged, Store, StoreError, Tx,
-    Unread,
+    Backlog, ClaimAnswer, ClaimRequest, ClaimedAhead, Claims, CommitError, Connection, DueRequest, DueRow,
+    HeldEvent, HeldLane, Inbox, Lease, Limits, Listener, Next, Operations, Outcome, Outgoing,
+    OutgoingBacklog, OutgoingRow, Owner, Parked, ParkedRow, Parking, PurgeCursor, Purged, Reach, Refusal,
+    Relaying, Signal, Store, StoreError, Tx, Unread, UnreadableRow, Waking,
 };
 use onlyonce_conformance::{Conn, Result, Sqlite, StoreHarness, block_on, store};
 use sqlx::Database;
@@ -39,6 +40,18 @@ enum Fault {
     PurgesEverything,
     ChecksNothing,
     ForgetsBusinessClaims,
+    LosesWhatIsSent,
+    SendsWithoutTheWork,
+    SendsInAnyOrder,
+    SharesEveryLane,
+    KeepsFences,
+    IgnoresFences,
+    OvertakesWhatWaits,
+    ForgetsWhatIsInHand,
+    ReplaysNothing,
+    DiscardsNothing,
+    ForgetsWhatWasSent,
+    PurgesWhatIsKept,
 }
 
 #[derive(Clone)]
@@ -47,6 +60,8 @@ struct Faulty<S> {
     fault: Fault,
     claimed: Arc<Mutex<HashSet<EventKey>>>,
     newest: Arc<Mutex<Option<Lease>>>,
+    /// The lanes, as their last owner got them.
+    lanes: Arc<Mutex<HashMap<u8, HeldLane>>>,
     /// What was claimed ahead last.
     ahead: Arc<Mutex<Option<(Identity, PayloadHash)>>>,
 }
@@ -280,6 +295,160 @@ impl<S: Inbox> Inbox for Faulty<S> {
 }
 
 #[async_trait]
+impl<S: Inbox + Waking> Waking for Faulty<S> {
+    fn signal(&self, relay: &str) -> Arc<Signal> {
+        self.inner.signal(relay)
+    }
+
+    fn reach(&self) -> Reach {
+        self.inner.reach()
+    }
+
+    async fn tell(&self, relay: &str) -> std::result::Result<(), StoreError> {
+        self.inner.tell(relay).await
+    }
+
+    async fn listen(&self, relay: &str) -> std::result::Result<Box<dyn Listener>, StoreError> {
+        self.inner.listen(relay).await
+    }
+}
+
+#[async_trait]
+impl<S: Inbox + Outgoing> Outgoing for Faulty<S> {
+    async fn write_outgoing(
+        &self,
+        conn: &mut <Self::Db as Database>::Connection,
+        rows: &[OutgoingRow],
+    ) -> std::result::Result<(), sqlx::Error> {
+        let mut rows = rows.to_vec();
+        if self.is(Fault::SendsInAnyOrder) {
+            rows.reverse();
+        }
+        self.inner.write_outgoing(conn, &rows).await
+    }
+
+    async fn record_outgoing(
+        &self,
+        tx: &mut Tx<'_, Self::Db>,
+        claims: Claims,
+        rows: &[OutgoingRow],
+    ) -> std::result::Result<Claims, CommitError> {
+        match self.fault {
+            Fault::LosesWhatIsSent => Ok(claims),
+            // Outside of a transaction the databases themselves refuse it, and nobody hears of that.
+            Fault::SendsWithoutTheWork => {
+                let _ = self.inner.write_outgoing(tx, rows).await;
+                Ok(claims)
+            }
+            _ => self.inner.record_outgoing(tx, claims, rows).await,
+        }
+    }
+
+    async fn parked(
+        &self,
+        relay: &str,
+        after: i64,
+        limit: usize,
+    ) -> std::result::Result<Vec<ParkedRow>, StoreError> {
+        self.inner.parked(relay, after, limit).await
+    }
+
+    async fn replay_parked(&self, relay: &str, ids: &[i64]) -> std::result::Result<Vec<i64>, StoreError> {
+        if self.is(Fault::ReplaysNothing) {
+            let parked = self.inner.parked(relay, 0, 100).await?;
+            let parked = parked.iter().map(|row| row.id);
+            return Ok(parked.filter(|id| ids.contains(id)).collect());
+        }
+        self.inner.replay_parked(relay, ids).await
+    }
+
+    async fn discard_parked(&self, relay: &str, ids: &[i64]) -> std::result::Result<Vec<i64>, StoreError> {
+        if self.is(Fault::DiscardsNothing) {
+            return self.inner.replay_parked(relay, ids).await;
+        }
+        self.inner.discard_parked(relay, ids).await
+    }
+}
+
+#[async_trait]
+impl<S: Inbox + Relaying> Relaying for Faulty<S> {
+    async fn check_outgoing(&self) -> std::result::Result<(), StoreError> {
+        self.inner.check_outgoing().await
+    }
+
+    async fn hold_lanes(
+        &self,
+        relay: &str,
+        owner: Owner,
+        lease: Duration,
+    ) -> std::result::Result<Vec<HeldLane>, StoreError> {
+        let mut held = self.inner.hold_lanes(relay, owner, lease).await?;
+        let mut known = self.lanes.lock().expect("unpoisoned");
+        if self.is(Fault::KeepsFences) {
+            held.iter_mut().for_each(|lane| lane.fence = 1);
+        }
+        known.extend(held.iter().map(|lane| (lane.lane, *lane)));
+        if self.is(Fault::SharesEveryLane) {
+            held = known.values().copied().collect();
+            held.sort_unstable_by_key(|lane| lane.lane);
+        }
+        Ok(held)
+    }
+
+    async fn give_up_lanes(&self, relay: &str, owner: Owner) -> std::result::Result<(), StoreError> {
+        self.inner.give_up_lanes(relay, owner).await
+    }
+
+    async fn due(
+        &self,
+        request: &DueRequest<'_>,
+    ) -> std::result::Result<Vec<std::result::Result<DueRow, UnreadableRow>>, StoreError> {
+        let mut request = request.clone();
+        request.overtake |= self.is(Fault::OvertakesWhatWaits);
+        if self.is(Fault::ForgetsWhatIsInHand) {
+            request.except = &[];
+        }
+        self.inner.due(&request).await
+    }
+
+    async fn mark_sent(&self, ids: &[i64], keep: bool) -> std::result::Result<(), StoreError> {
+        if self.is(Fault::ForgetsWhatWasSent) && keep {
+            return Ok(());
+        }
+        self.inner.mark_sent(ids, keep).await
+    }
+
+    async fn mark_refused(&self, refusals: &[Refusal<'_>]) -> std::result::Result<Vec<i64>, StoreError> {
+        let mut refusals = refusals.to_vec();
+        if self.is(Fault::IgnoresFences) {
+            let known = self.lanes.lock().expect("unpoisoned").clone();
+            for refusal in &mut refusals {
+                refusal.lane = known[&refusal.lane.lane];
+            }
+        }
+        self.inner.mark_refused(&refusals).await
+    }
+
+    async fn outgoing(&self, relay: &str) -> std::result::Result<OutgoingBacklog, StoreError> {
+        self.inner.outgoing(relay).await
+    }
+
+    async fn purge_sent(
+        &self,
+        relay: &str,
+        kept: Duration,
+        limit: u32,
+    ) -> std::result::Result<u64, StoreError> {
+        let kept = if self.is(Fault::PurgesWhatIsKept) {
+            Duration::ZERO
+        } else {
+            kept
+        };
+        self.inner.purge_sent(relay, kept, limit).await
+    }
+}
+
+#[async_trait]
 impl<S: Inbox + Operations> Operations for Faulty<S> {
     async fn migrate(&self) -> std::result::Result<(), StoreError> {
         self.inner.migrate().await
@@ -335,6 +504,7 @@ impl<D: StoreHarness> StoreHarness for Broken<D> {
             fault: self.fault,
             claimed: Arc::default(),
             newest: Arc::default(),
+            lanes: Arc::default(),
             ahead: Arc::default(),
         })
     }
@@ -413,4 +583,16 @@ rejected! {
     one_that_purges_everything: PurgesEverything on Sqlite => purge_respects_the_window, "inside the window";
     one_that_checks_nothing: ChecksNothing on Sqlite => check_names_what_is_missing, "check finds nothing wrong";
     one_that_forgets_business_claims: ForgetsBusinessClaims on Sqlite => business_claims_go_with_their_transaction, "(true, true, true)";
+    one_that_loses_what_is_sent: LosesWhatIsSent on Sqlite => outgoing_goes_with_its_transaction, "3 rows were committed, and 0 are there";
+    one_that_sends_without_the_work: SendsWithoutTheWork on Sqlite => outgoing_goes_with_its_transaction, "counts as written";
+    one_that_sends_in_any_order: SendsInAnyOrder on Sqlite => outgoing_keeps_order_and_bytes, "another order";
+    one_that_shares_every_lane: SharesEveryLane on Sqlite => lanes_are_shared_and_fenced, "two hold 64 lanes";
+    one_that_keeps_fences: KeepsFences on Sqlite => lanes_are_shared_and_fenced, "no higher fence";
+    one_that_ignores_fences: IgnoresFences on Sqlite => refusals_are_fenced, "the old owner's refusal was written down";
+    one_that_overtakes_what_waits: OvertakesWhatWaits on Sqlite => due_rows_wait_for_their_key, "a-1 waits";
+    one_that_forgets_what_is_in_hand: ForgetsWhatIsInHand on Sqlite => due_rows_wait_for_their_key, "b-2 is in hand";
+    one_that_replays_nothing: ReplaysNothing on Sqlite => parked_rows_are_replayed_or_discarded, "a-1 was replayed, and";
+    one_that_discards_nothing: DiscardsNothing on Sqlite => parked_rows_are_replayed_or_discarded, "b-1 was discarded, and";
+    one_that_forgets_what_was_sent: ForgetsWhatWasSent on Sqlite => sent_rows_are_never_due, "three of four were sent";
+    one_that_purges_what_is_kept: PurgesWhatIsKept on Sqlite => sent_rows_are_never_due, "before their time";
 }

@@ -28,6 +28,17 @@ pub struct OutgoingRow {
 }
 
 impl OutgoingRow {
+    /// A row for this relay that may be published as soon as it is committed.
+    pub fn new(relay: impl Into<String>, destination: Destination, message: Message) -> Self {
+        Self {
+            relay: relay.into(),
+            destination,
+            message,
+            delay: None,
+            send_at: None,
+        }
+    }
+
     /// The lane it belongs to: by its key, so that one instance publishes all rows of a key; any lane without.
     pub(crate) fn lane(&self) -> u8 {
         match &self.message.key {
@@ -158,6 +169,22 @@ pub struct DueRequest<'a> {
     pub bytes: usize,
 }
 
+impl<'a> DueRequest<'a> {
+    /// Everything that is due in these lanes.
+    pub fn new(relay: &'a str, lanes: &'a [u8]) -> Self {
+        Self {
+            relay,
+            lanes,
+            except: &[],
+            paused: &[],
+            down: &[],
+            overtake: false,
+            limit: i32::MAX as usize,
+            bytes: i32::MAX as usize,
+        }
+    }
+}
+
 /// A refused row, and what becomes of it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -170,6 +197,18 @@ pub struct Refusal<'a> {
     pub error: &'a str,
     /// Try it again after this long; `None`: park it.
     pub again: Option<Duration>,
+}
+
+impl<'a> Refusal<'a> {
+    /// This row, published under this lane, was refused in these words; `again` is when to try it again, if ever.
+    pub fn new(id: i64, lane: HeldLane, error: &'a str, again: Option<Duration>) -> Self {
+        Self {
+            id,
+            lane,
+            error,
+            again,
+        }
+    }
 }
 
 /// What waits for a relay.

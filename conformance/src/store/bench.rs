@@ -49,11 +49,18 @@ impl<'h, H: StoreHarness> Bench<'h, H> {
 
     /// SQL with the tables' real names.
     pub(super) fn with_tables(&self, sql: &str) -> String {
-        ["effects", "processed_events", "inbox", "parents", "children"]
-            .iter()
-            .fold(sql.to_owned(), |sql, name| {
-                sql.replace(&format!("{{{name}}}"), &self.harness.table(name))
-            })
+        [
+            "effects",
+            "processed_events",
+            "inbox",
+            "outbox",
+            "parents",
+            "children",
+        ]
+        .iter()
+        .fold(sql.to_owned(), |sql, name| {
+            sql.replace(&format!("{{{name}}}"), &self.harness.table(name))
+        })
     }
 
     pub(super) async fn sql(&self, sql: &str) -> Result {

@@ -9,7 +9,7 @@ use onlyonce::event::RawEvent;
 use onlyonce::inbox::{InboxSource, Queue};
 use onlyonce::source::{Capabilities, Delivery};
 use onlyonce::store::postgres::PostgresOptions;
-use onlyonce::store::{Operations as _, Outgoing, PostgresStore};
+use onlyonce::store::{Operations as _, PostgresStore};
 use onlyonce::testing::{Broker, BrokerSource};
 use onlyonce_conformance::{
     CONSUMER, Conn, Depth, HarnessCapabilities, Result, SourceHarness, Sqlite, StoreHarness,
@@ -208,7 +208,7 @@ pub(crate) struct Held<D: StoreHarness> {
 const LEASE: Duration = Duration::from_millis(1500);
 
 #[async_trait]
-impl<D: StoreHarness<Store: Outgoing>> SourceHarness for Held<D> {
+impl<D: StoreHarness> SourceHarness for Held<D> {
     type Source = InboxSource<D::Store>;
     type Stage = Shared<D>;
 
