@@ -374,7 +374,9 @@ UPDATE {s}.outbox_lanes SET owner = NULL, leased_until = '-infinity' WHERE relay
 /// once, a long backlog would be read whole each time. What may stand in a row's way is looked up by
 /// its key in `outbox_waiting`, in the words of that index. The planner cannot know how many rows the conditions
 /// leave, and with a bad guess would rather sort a whole lane or read all that waits: OFFSET makes it look
-/// up row by row, and a LIMIT that it cannot see through makes it expect to read a part of the lane.
+/// up row by row, and a LIMIT that it cannot see through makes it expect to read a part of the lane. What is in
+/// hand stands before what is asked for, thousands of rows of it: a subquery is hashed, an array is gone through
+/// for each of them.
 const DUE: &str = "
 WITH first AS (
        SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
@@ -389,7 +391,7 @@ WITH first AS (
                        LIMIT (SELECT 9223372036854775807)) o
                WHERE (o.next_attempt_at IS NULL OR o.next_attempt_at <= now())
                  AND (o.send_at IS NULL OR o.send_at <= now())
-                 AND o.id <> ALL ($3::bigint[]) AND o.destination <> ALL ($4::text[])
+                 AND o.id NOT IN (SELECT unnest($3::bigint[])) AND o.destination <> ALL ($4::text[])
                  AND split_part(o.destination, ':', 1) <> ALL ($5::text[])
                  AND ($6 OR NOT EXISTS (
                      SELECT 1 FROM {s}.outbox w
