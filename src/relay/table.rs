@@ -10,6 +10,11 @@ use super::work::{ABSENT, Answer, Read, Work};
 use crate::store::{DueRequest, DueRow, LANES, Refusal, Relaying, UnreadableRow};
 use crate::telemetry;
 
+/// How many shares of a lane one read brings. A read passes over what is in hand, so that one that brings little passes
+/// over more than it brings. One that brings much lets a long chain of a single key keep the lane's other keys
+/// from theirs for longer.
+const AHEAD: usize = 4;
+
 impl<S: Relaying> Work<S> {
     /// Begins the next statement. Refusals come first, because their keys wait for them; then marks and reads take
     /// turns.
@@ -112,7 +117,8 @@ impl<S: Relaying> Work<S> {
         (!lanes.is_empty()).then(|| self.reading.at(&lanes, &self.pauses(), now))
     }
 
-    /// The lanes that have room, if anything may be read.
+    /// The lanes that have room, if anything may be read: those of which no more is in hand than their share of what
+    /// may be on its way.
     fn lanes_to_read(&self, now: Instant) -> Vec<u8> {
         let waits = self.stopping.is_some()
             || self.marks.is_failing()
@@ -126,16 +132,15 @@ impl<S: Relaying> Work<S> {
         if waits {
             return Vec::new();
         }
-        let limit = self.per_read();
+        let share = self.share();
         self.tenure
             .lanes()
-            .filter(|&lane| self.hand.in_lane(lane) <= limit)
+            .filter(|&lane| self.hand.in_lane(lane) <= share)
             .collect()
     }
 
-    /// How many rows of a lane one read brings. A lane has twice as many in hand at most, so that one with a long
-    /// chain of a single key does not keep the others from theirs.
-    fn per_read(&self) -> usize {
+    /// How many rows of a lane may be on their way if all lanes are busy.
+    fn share(&self) -> usize {
         self.shared
             .settings
             .in_flight
@@ -168,7 +173,7 @@ impl<S: Relaying> Work<S> {
         let except: Vec<i64> = self.hand.ids().chain(self.marks.ids()).collect();
         let read = Read {
             lanes: lanes.iter().filter_map(|&lane| self.tenure.lane(lane)).collect(),
-            limit: self.per_read(),
+            limit: self.share() * AHEAD,
             bytes: self.shared.settings.in_flight_bytes - self.hand.bytes(),
             dropped: self.hand.dropped(),
             began: now,
