@@ -7,4 +7,5 @@ pub mod drive;
 pub mod outbox_chaos;
 #[cfg(feature = "chaos")]
 pub mod processes;
+pub mod example;
 pub mod throughput;

@@ -15,3 +15,4 @@ mod proxy;
 mod publisher_conformance;
 mod publishing;
 mod rebalancing;
+mod relaying;

@@ -13,6 +13,7 @@ mod pausing;
 mod proxy;
 mod publisher_conformance;
 mod publishing;
+mod relaying;
 mod settling;
 mod stopping;
 #[cfg(feature = "tls")]

@@ -15,5 +15,6 @@ mod pausing;
 mod proxy;
 mod publisher_conformance;
 mod publishing;
+mod relaying;
 mod settling;
 mod stopping;
