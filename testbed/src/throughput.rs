@@ -7,6 +7,7 @@
 //! nobody arms them here, and each costs the look at an empty `Option`.
 #![allow(clippy::print_stdout)]
 
+pub mod relay;
 mod report;
 mod twin;
 
