@@ -64,18 +64,26 @@ const UNFINISHED: &str = "('ready', 'running', 'dead')";
 /// `$1` keys, `$2` consumer, `$3` sources, `$4` event ids, `$5` payload hashes, `$6` own rows,
 /// `$7` own tokens, `$8` outcome, `$9` whether any held row stands in the way that is not the
 /// delivery's own, or only one with this very payload: a copy with another payload may run.
+/// Answers with one row that names no key if all of them were new, as they nearly always are; else
+/// with a row for each that was.
 const CLAIM: &str = "
-INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
-SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
-  FROM unnest($1::uuid[], $3::text[], $4::text[], $5::bytea[], $6::bigint[], $7::uuid[])
-       AS u (k, source, event_id, hash, own, token)
- WHERE NOT EXISTS (
-       SELECT 1 FROM {s}.inbox x
-        WHERE x.event_key = u.k AND x.state IN {unfinished}
-          AND ($9 OR x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
-          AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
-    ON CONFLICT (event_key) DO NOTHING
-RETURNING event_key, payload_hash, pg_current_xact_id()::text";
+WITH new AS (
+       INSERT INTO {s}.processed_events (event_key, kind, consumer, source, event_id, payload_hash, outcome)
+       SELECT u.k, 'event', $2, u.source, u.event_id, u.hash, $8
+         FROM unnest($1::uuid[], $3::text[], $4::text[], $5::bytea[], $6::bigint[], $7::uuid[])
+              AS u (k, source, event_id, hash, own, token)
+        WHERE NOT EXISTS (
+              SELECT 1 FROM {s}.inbox x
+               WHERE x.event_key = u.k AND x.state IN {unfinished}
+                 AND ($9 OR x.payload_hash = u.hash OR x.copy_payload_hash = u.hash)
+                 AND (x.id IS DISTINCT FROM u.own OR x.lease_token IS DISTINCT FROM u.token))
+           ON CONFLICT (event_key) DO NOTHING
+    RETURNING event_key, payload_hash),
+     whole AS (
+       SELECT count(*) = cardinality($1) AS claimed FROM new)
+SELECT NULL, NULL, pg_current_xact_id()::text FROM whole WHERE claimed
+ UNION ALL
+SELECT event_key, payload_hash, pg_current_xact_id()::text FROM new WHERE NOT (SELECT claimed FROM whole)";
 
 /// The same for one event, without arrays to build and to take apart: a third of the claim's cost.
 const CLAIM_ONE: &str = "
@@ -120,9 +128,15 @@ VALUES ($1, 'once', $2, $3, $4, '', 'processed')
 /// was held after the claim.
 const GUARD: &str = "
 SELECT (CASE WHEN pg_current_xact_id_if_assigned() IS DISTINCT FROM $1 THEN 'onlyonce: not ours'
-             WHEN EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = {keys} AND state IN {unfinished})
-             THEN 'onlyonce: held'
+             WHEN {held} THEN 'onlyonce: held'
              ELSE '1' END)::int";
+
+const HELD_ONE: &str = "EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = $2 AND state IN {unfinished})";
+
+/// Nearly always nothing at all is held. Only where something is are the keys read, of which a text is the
+/// dearest part of the guard, and each looked for.
+const HELD_ANY: &str = "EXISTS (SELECT 1 FROM {s}.inbox WHERE state IN {unfinished})
+              AND EXISTS (SELECT 1 FROM {s}.inbox WHERE event_key = ANY ($2::uuid[]) AND state IN {unfinished})";
 
 /// The words, as they stand in the server's message in any language.
 pub(super) const NOT_OURS: &str = "onlyonce: not ours";
@@ -458,9 +472,9 @@ impl Sql {
                 .replace("{unfinished}", UNFINISHED)
                 .replace("{lanes}", &LANES.to_string())
         };
-        let guard = GUARD.replace("{keys}", "ANY ($2)");
+        let guard = GUARD.replace("{held}", HELD_ANY);
         // One key, without an array to build and to take apart.
-        let guard_one = GUARD.replace("{keys}", "$2");
+        let guard_one = GUARD.replace("{held}", HELD_ONE);
         let sql = |template: &str| AssertSqlSafe(Arc::<str>::from(text(template))).into_sql_str();
         Self {
             session: sql(SESSION),
@@ -470,7 +484,7 @@ impl Sql {
             claim_read: sql(CLAIM_READ),
             claim_once: sql(CLAIM_ONCE),
             prepare: text(&format!(
-                "PREPARE onlyonce_guard (xid8, uuid[]) AS {guard};
+                "PREPARE onlyonce_guard (xid8, text) AS {guard};
                  PREPARE onlyonce_guard_one (xid8, uuid) AS {guard_one};
                  PREPARE onlyonce_claim (uuid, bytea, bytea, bytea, bytea) AS {CLAIM_AHEAD}"
             )),
@@ -515,7 +529,7 @@ impl Sql {
         let mut message = String::with_capacity(512);
         if pooler {
             let guard = self.guard.replace("$1", &format!("'{xid}'::xid8"));
-            message.push_str(&guard.replace("$2", &format!("'{}'::uuid[]", array(&claims.keys))));
+            message.push_str(&guard.replace("$2", &format!("'{}'", array(&claims.keys))));
         } else if let [key] = claims.keys.as_slice() {
             message.extend(["EXECUTE onlyonce_guard_one('", xid, "', '"]);
             push_hex(&mut message, key.as_uuid().as_bytes());

@@ -1,4 +1,3 @@
-use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -246,11 +245,11 @@ impl PostgresStore {
         tried: bool,
     ) -> Result<(Vec<ClaimAnswer>, Claims), StoreError> {
         // Sorted, so that two transactions that claim the same events never wait for each other in a circle.
-        let mut asked = HashSet::with_capacity(requests.len());
-        let mut pending: Vec<_> = requests.iter().filter(|r| asked.insert(r.question())).collect();
+        let mut pending: Vec<_> = requests.iter().collect();
         pending.sort_by_key(|r| r.key);
+        pending.dedup_by_key(|r| r.question());
 
-        let mut answers = Answers::with_capacity(pending.len());
+        let mut answers = Answers::new();
         let mut claims = Claims {
             keys: Vec::with_capacity(pending.len()),
             mark: None,
@@ -261,19 +260,25 @@ impl PostgresStore {
             // First, what has no held row at all. What has one of another payload may run as well, and
             // its commit finishes that row.
             let any = round == 0;
-            let inserted = if tried && round == 0 {
-                Vec::new()
+            let new = if tried && round == 0 {
+                New::default()
             } else {
                 answer(tx.patience, insert(&self.sql, tx, &pending, outcome, any))
                     .await
                     .map_err(classify_claim)?
             };
-            for (question, xid) in inserted {
-                answers.insert(question, ClaimAnswer::New);
-                claims.keys.push(question.0);
-                claims.mark = Some(xid);
-                claims.held |= !any;
+            claims.keys.extend(new.questions.iter().map(|(key, _)| *key));
+            claims.mark = new.mark.or(claims.mark);
+            claims.held |= !any && !new.questions.is_empty();
+            if claims.keys.len() == requests.len() {
+                // Nearly every claim ends here.
+                return Ok((vec![ClaimAnswer::New; requests.len()], claims));
             }
+            answers.extend(
+                new.questions
+                    .into_iter()
+                    .map(|question| (question, ClaimAnswer::New)),
+            );
             pending.retain(|r| !answers.contains_key(&r.question()));
             if pending.is_empty() {
                 break;
@@ -340,16 +345,25 @@ fn limits_statement(set: &str, limits: &Limits, server_version: Option<u32>) -> 
     statement
 }
 
+/// What an insert has claimed.
+#[derive(Default)]
+struct New {
+    questions: Vec<Question>,
+    /// The transaction's number, if there is anything.
+    mark: Option<String>,
+}
+
 async fn insert(
     sql: &Sql,
     tx: &mut Tx<'_, Postgres>,
     requests: &[&ClaimRequest<'_>],
     outcome: Outcome,
     any: bool,
-) -> Result<Vec<(Question, String)>, sqlx::Error> {
+) -> Result<New, sqlx::Error> {
     let Some(first) = requests.first() else {
-        return Ok(Vec::new());
+        return Ok(New::default());
     };
+    let all = || requests.iter().map(|r| r.question()).collect();
     if requests.len() == 1 {
         let xid = sqlx::query_scalar(sql.claim_one.clone())
             .bind(first.key.as_uuid())
@@ -363,12 +377,18 @@ async fn insert(
             .bind(any)
             .fetch_optional(&mut **tx)
             .await?;
-        return Ok(xid.into_iter().map(|xid| (first.question(), xid)).collect());
+        return Ok(match xid {
+            None => New::default(),
+            mark => New {
+                questions: all(),
+                mark,
+            },
+        });
     }
     let (keys, hashes, own, tokens) = columns(requests);
     let sources: Vec<&str> = requests.iter().map(|r| r.identity.source.as_str()).collect();
     let ids: Vec<&str> = requests.iter().map(|r| r.identity.id.as_str()).collect();
-    sqlx::query(sql.claim.clone())
+    let rows = sqlx::query(sql.claim.clone())
         .bind(keys)
         .bind(first.consumer)
         .bind(sources)
@@ -379,10 +399,16 @@ async fn insert(
         .bind(outcome.as_str())
         .bind(any)
         .fetch_all(&mut **tx)
-        .await?
-        .into_iter()
-        .map(|row| Ok((question(&row)?, row.try_get(2)?)))
-        .collect()
+        .await?;
+    let Some(row) = rows.first() else {
+        return Ok(New::default());
+    };
+    let questions = match row.try_get::<Option<Uuid>, _>(0)? {
+        None => all(),
+        Some(_) => rows.iter().map(question).collect::<Result<_, _>>()?,
+    };
+    let mark = row.try_get(2)?;
+    Ok(New { questions, mark })
 }
 
 async fn read(
@@ -429,13 +455,18 @@ fn question(row: &PgRow) -> Result<Question, sqlx::Error> {
     Ok((EventKey::from_uuid(row.try_get(0)?), hash))
 }
 
+/// Of nobody's own row there are no numbers and tokens either: `unnest` makes NULLs of what an array lacks.
 type Columns<'a> = (Vec<Uuid>, Vec<&'a [u8]>, Vec<Option<i64>>, Vec<Option<Uuid>>);
 
 fn columns<'a>(requests: &[&'a ClaimRequest<'_>]) -> Columns<'a> {
+    let mut own = requests;
+    if own.iter().all(|r| r.own.is_none()) {
+        own = &[];
+    }
     (
         requests.iter().map(|r| r.key.as_uuid()).collect(),
         requests.iter().map(|r| r.payload_hash.as_bytes()).collect(),
-        requests.iter().map(|r| r.own.map(|lease| lease.id)).collect(),
-        requests.iter().map(|r| r.own.map(|lease| lease.token)).collect(),
+        own.iter().map(|r| r.own.map(|lease| lease.id)).collect(),
+        own.iter().map(|r| r.own.map(|lease| lease.token)).collect(),
     )
 }
