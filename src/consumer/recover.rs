@@ -113,7 +113,7 @@ pub(super) async fn unidentified<S: Inbox>(
     error: &IdentityError,
 ) -> Settlement {
     let reason = error.reason();
-    tracing::warn!(consumer = lane.shared.name, %reason, %error, origin = delivery.event.origin.detail, "dead letter");
+    tracing::warn!(consumer = lane.shared.name, %reason, %error, origin = &*delivery.event.origin.detail, "dead letter");
     let failures = [Attempt::now("identity", &error.to_string())];
     store_letter(lane, delivery, reason, &failures).await
 }

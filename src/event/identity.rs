@@ -498,7 +498,7 @@ mod tests {
         ] {
             assert_eq!(auto(&property(bad)), Err(reason), "{bad:?} as a property");
             let mut with_fallback = property(b"good");
-            with_fallback.headers.push("onlyonce-event-id", bad.to_vec());
+            with_fallback.headers.push("onlyonce-event-id", bad);
             assert_eq!(auto(&with_fallback), Err(reason), "{bad:?} as a header");
         }
         assert_eq!(auto(&property(&[b'x'; 512])), found("orders", &"x".repeat(512)));

@@ -78,7 +78,7 @@ pub struct Origin {
     /// What was consumed from: a queue, a topic. Also the identity source of events that name none.
     pub destination: Arc<str>,
     /// The rest: `exchange=orders routing-key=paid`, `partition=3 offset=77`.
-    pub detail: String,
+    pub detail: Arc<str>,
 }
 
 impl RawEvent {
@@ -94,7 +94,7 @@ impl RawEvent {
             origin: Origin {
                 system: "onlyonce",
                 destination: "queue".into(),
-                detail: String::new(),
+                detail: "".into(),
             },
             ..Self::default()
         }

@@ -90,7 +90,7 @@ impl OutgoingEvent {
     }
 
     /// Adds a header; an earlier one of the same name stays.
-    pub fn header(mut self, name: impl Into<String>, value: impl Into<Bytes>) -> Self {
+    pub fn header(mut self, name: impl AsRef<str>, value: impl AsRef<[u8]>) -> Self {
         self.headers.push(name, value);
         self
     }

@@ -192,7 +192,7 @@ pub(crate) fn reduced(event: &RawEvent) -> RawEvent {
         origin: Origin {
             system: event.origin.system,
             destination: storable(&event.origin.destination.escape_default().to_string(), 256).into(),
-            detail: storable(&event.origin.detail.escape_default().to_string(), 1024),
+            detail: storable(&event.origin.detail.escape_default().to_string(), 1024).into(),
         },
     }
 }

@@ -49,7 +49,7 @@ pub fn event(id: impl Into<String>, body: impl Into<Bytes>) -> RawEvent {
         origin: Origin {
             system: "memory",
             destination: "memory".into(),
-            detail: String::new(),
+            detail: "".into(),
         },
         ..RawEvent::new("test", id, body)
     }

@@ -364,7 +364,7 @@ fn hostile() -> Vec<(bool, RawEvent)> {
                 origin: onlyonce::event::Origin {
                     system: "memory",
                     destination: "nul\0".repeat(1000).into(),
-                    detail: "\u{feff}\0".repeat(10_000),
+                    detail: "\u{feff}\0".repeat(10_000).into(),
                 },
                 ..at("odd origin")
             },

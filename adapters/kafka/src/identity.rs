@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use onlyonce::event::{Headers, Origin, PropertyId, RawEvent};
 use rdkafka::Message;
-use rdkafka::message::{BorrowedMessage, Header, Headers as _};
+use rdkafka::message::{BorrowedMessage, Headers as _};
 
 use crate::config::OrderingKey;
 
@@ -28,52 +28,57 @@ pub(crate) fn raw_event(
     weak_source: &Arc<str>,
     key: &OrderingKey,
 ) -> RawEvent {
-    let bytes = Copied::of(record);
-    let headers = headers(record, &bytes);
+    let Copied {
+        headers,
+        key: record_key,
+        payload,
+        coordinates,
+    } = Copied::of(record);
     let (partition, offset) = (record.partition(), record.offset());
     RawEvent {
         event_type: header(&headers, OWN_TYPE_HEADER).or_else(|| header(&headers, CLOUD_EVENTS_TYPE)),
         key: match key {
-            OrderingKey::RecordKey => bytes.key.clone(),
+            OrderingKey::RecordKey => record_key,
             OrderingKey::Partition => Some(format!("partition {partition}").into()),
             OrderingKey::Header(name) => header(&headers, name),
         },
-        payload: bytes.payload,
+        payload,
         time_ms: record.timestamp().to_millis(),
         property: None,
         native: Some(PropertyId {
             source: weak_source.clone(),
-            id: bytes.coordinates,
+            id: coordinates,
         }),
         origin: Origin {
             system: SYSTEM,
             destination: topic.clone(),
-            detail: format!("partition={partition} offset={offset}"),
+            detail: format!("partition={partition} offset={offset}").into(),
         },
         headers,
     }
 }
 
-/// All bytes of a record in one allocation, of which the parts are slices.
+/// All that is kept of a record in one allocation, of which the parts are slices.
 struct Copied {
+    headers: Headers,
     key: Option<Bytes>,
     payload: Option<Bytes>,
     coordinates: Bytes,
-    /// The values of the headers one after another.
-    values: Bytes,
 }
 
 impl Copied {
     fn of(record: &BorrowedMessage<'_>) -> Self {
         let (key, payload) = (record.key(), record.payload());
         let mut all = Vec::with_capacity(
-            key.map_or(0, <[u8]>::len)
+            fields(record)
+                .map(|(name, value)| name.len() + value.map_or(0, <[u8]>::len) + FIELD)
+                .sum::<usize>()
+                + key.map_or(0, <[u8]>::len)
                 + payload.map_or(0, <[u8]>::len)
-                + values(record).map(<[u8]>::len).sum::<usize>()
                 + record.topic().len()
                 + COORDINATES,
         );
-        values(record).for_each(|value| all.extend_from_slice(value));
+        fields(record).for_each(|(name, value)| Headers::write(&mut all, name, value));
         let headers = all.len();
         all.extend_from_slice(key.unwrap_or_default());
         all.extend_from_slice(payload.unwrap_or_default());
@@ -86,7 +91,8 @@ impl Copied {
         );
         let mut all = Bytes::from(all);
         Self {
-            values: all.split_to(headers),
+            // It cannot fail on what was written just now.
+            headers: Headers::read(all.split_to(headers)).unwrap_or_default(),
             key: key.map(|key| all.split_to(key.len())),
             payload: payload.map(|payload| all.split_to(payload.len())),
             coordinates: all,
@@ -94,9 +100,8 @@ impl Copied {
     }
 }
 
-fn values<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = &'a [u8]> {
-    fields(record).filter_map(|field| field?.value)
-}
+/// What a header takes at most, beside its name and its value.
+const FIELD: usize = 9;
 
 /// How long a record's coordinates are at most, beside the topic: three numbers and what is between them.
 const COORDINATES: usize = 54;
@@ -113,31 +118,15 @@ fn header(headers: &Headers, name: &str) -> Option<Bytes> {
     headers.get(name).map(Bytes::copy_from_slice)
 }
 
-/// All of them, in order, also those that repeat a name or have no value.
-fn headers(record: &BorrowedMessage<'_>, bytes: &Copied) -> Headers {
-    let mut values = bytes.values.clone();
-    let mut out = Headers::new();
-    for field in fields(record) {
-        match field {
-            Some(Header {
-                key,
-                value: Some(value),
-            }) => out.push(key, values.split_to(value.len())),
-            Some(Header { key, value: None }) => out.push_null(key),
-            None => out.push_null(UNREADABLE_NAME),
-        }
-    }
-    out
-}
-
-/// A record's headers; `None` is one that cannot be read.
-fn fields<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = Option<Header<'a, &'a [u8]>>> {
+/// A record's headers in order, also those that repeat a name or have no value.
+fn fields<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = (&'a str, Option<&'a [u8]>)> {
     let headers = record.headers();
     let count = headers.map_or(0, |headers| headers.count());
     (0..count).map(move |at| {
         // The library panics on a name that is not UTF-8. That record is a trouble of its own, not of
         // the partition: it goes on, and shows that a header is missing.
-        catch_unwind(AssertUnwindSafe(|| headers?.try_get(at))).unwrap_or_default()
+        let header = catch_unwind(AssertUnwindSafe(|| headers?.try_get(at))).unwrap_or_default();
+        header.map_or((UNREADABLE_NAME, None), |header| (header.key, header.value))
     })
 }
 

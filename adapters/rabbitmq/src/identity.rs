@@ -62,7 +62,7 @@ fn raw_event(delivery: Delivery, queue: &str, key: &OrderingKey) -> RawEvent {
         origin: Origin {
             system: SYSTEM,
             destination: queue.into(),
-            detail: detail(&delivery),
+            detail: detail(&delivery).into(),
         },
         headers,
         payload: Some(Bytes::from(delivery.data)),
@@ -374,7 +374,7 @@ mod tests {
         assert_eq!(event.payload.as_deref(), Some(&b"body"[..]));
         assert_eq!(&*event.origin.destination, "q");
         assert_eq!(
-            event.origin.detail,
+            &*event.origin.detail,
             "exchange=orders routing-key=paid.eu message-id=m-1"
         );
     }

@@ -1,6 +1,7 @@
 //! From an SQS message to events: bytes, headers and coordinates, nothing judged.
 
 use std::fmt::Write;
+use std::sync::Arc;
 
 use aws_sdk_sqs::types::{Message, MessageSystemAttributeName};
 use bytes::Bytes;
@@ -105,7 +106,7 @@ struct Arrived {
     id: Option<String>,
     sent: Option<i64>,
     group: Option<Bytes>,
-    detail: String,
+    detail: Arc<str>,
 }
 
 fn event(content: Content, message: &Arrived, settings: &Settings) -> RawEvent {
@@ -155,7 +156,7 @@ fn header(headers: &Headers, name: &str) -> Option<Bytes> {
     headers.get(name).map(Bytes::copy_from_slice)
 }
 
-fn detail(message: &Message) -> String {
+fn detail(message: &Message) -> Arc<str> {
     let mut detail = format!("message-id={}", message.message_id.as_deref().unwrap_or("?"));
     for (what, name) in [
         ("group", MessageSystemAttributeName::MessageGroupId),
@@ -170,7 +171,7 @@ fn detail(message: &Message) -> String {
             let _ = write!(detail, " {what}={value}");
         }
     }
-    detail
+    detail.into()
 }
 
 #[cfg(test)]

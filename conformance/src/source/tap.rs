@@ -286,7 +286,7 @@ impl<'h, H: SourceHarness> Tap<'h, H> {
 /// An event with this identity; its body is its id.
 pub(super) fn event(id: &str) -> RawEvent {
     let mut headers = Headers::new();
-    headers.push("onlyonce-event-id", id.to_owned());
+    headers.push("onlyonce-event-id", id);
     headers.push("onlyonce-event-source", "conformance");
     RawEvent {
         payload: Some(id.to_owned().into()),

@@ -153,13 +153,13 @@ impl MemoryPublisher {
             }
             Fault::LetsHeadersWin => {
                 for (name, value) in message.headers.iter() {
-                    encoded.headers.push(name, value.unwrap_or_default().to_vec());
+                    encoded.headers.push(name, value.unwrap_or_default());
                 }
             }
             Fault::LosesHeaders => {
                 let kept = encoded.headers.iter().filter(|(name, _)| *name != "conf-twice");
                 encoded.headers = kept
-                    .map(|(name, value)| (name.to_owned(), value.unwrap_or_default().to_vec()))
+                    .map(|(name, value)| (name.to_owned(), value.unwrap_or_default()))
                     .collect::<Headers>();
             }
             Fault::MakesNullEmpty => {
@@ -184,7 +184,7 @@ impl MemoryPublisher {
             origin: Origin {
                 system: "memory",
                 destination: ADDRESS.into(),
-                detail: String::new(),
+                detail: "".into(),
             },
             ..RawEvent::default()
         }

@@ -135,7 +135,7 @@ async fn a_partition_that_leaves_and_returns_keeps_flowing() {
             while done.len() < total {
                 match soon(source.receive(7)).await.unwrap() {
                     Incoming::Deliveries(deliveries) => {
-                        done.extend(deliveries.iter().map(|d| d.event.origin.detail.clone()));
+                        done.extend(deliveries.iter().map(|d| d.event.origin.detail.to_string()));
                         ack(&mut source, deliveries).await;
                     }
                     Incoming::Lost(_) => {}
@@ -190,7 +190,7 @@ async fn until_done(source: &mut Kafka, done: &mut HashSet<String>, count: usize
     while done.len() < count {
         match soon(source.receive(1)).await.unwrap() {
             Incoming::Deliveries(deliveries) => {
-                done.extend(deliveries.iter().map(|d| d.event.origin.detail.clone()));
+                done.extend(deliveries.iter().map(|d| d.event.origin.detail.to_string()));
                 ack(source, deliveries).await;
             }
             Incoming::Lost(_) => {}

@@ -81,8 +81,8 @@ async fn headers_of_every_kind_and_all_properties_arrive() {
     assert_eq!(event.origin.system, "rabbitmq");
     assert_eq!(*event.origin.destination, *queue.name);
     assert_eq!(
-        event.origin.detail,
-        format!("exchange=\"\" routing-key={} message-id=evt-1", queue.name)
+        *event.origin.detail,
+        *format!("exchange=\"\" routing-key={} message-id=evt-1", queue.name)
     );
     let identity = IdentityRules::auto().identify(event).unwrap();
     assert_eq!(
