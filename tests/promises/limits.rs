@@ -184,7 +184,8 @@ async fn a_deadlock_between_handlers_is_nobodys_attempt() {
     };
     stage
         .execute(
-            "CREATE TABLE {s}.rows (id int PRIMARY KEY, n int); INSERT INTO {s}.rows VALUES (0, 0), (1, 0)",
+            "CREATE TABLE {s}.rows (id int PRIMARY KEY, n int); INSERT INTO {s}.rows VALUES (0, 0), (1, 0);
+             CREATE SEQUENCE {s}.there",
             "",
         )
         .await;
@@ -192,7 +193,13 @@ async fn a_deadlock_between_handlers_is_nobodys_attempt() {
     let (handler, runs) = Scripted::new(&stage, move |_, event| {
         let first = i32::from(event.identity.id == "e1");
         Act::Run(format!(
-            "UPDATE {schema}.rows SET n = n + 1 WHERE id = {first}; SELECT pg_sleep(0.3);
+            "UPDATE {schema}.rows SET n = n + 1 WHERE id = {first};
+             DO $$ BEGIN
+                 PERFORM nextval('{schema}.there');
+                 WHILE (SELECT last_value < 2 FROM {schema}.there) LOOP
+                     PERFORM pg_sleep(0.01);
+                 END LOOP;
+             END $$;
              UPDATE {schema}.rows SET n = n + 1 WHERE id = 1 - {first}"
         ))
     });
