@@ -199,7 +199,7 @@ impl<S: Inbox> InboxSource<S> {
                     Redelivery::No
                 };
                 let mut delivery = Delivery::new(receipt, held.event).with_redelivery(redelivery);
-                delivery.held = Some(held.lease);
+                delivery.held = Some(held.lease.into());
                 delivery
             })
             .collect()

@@ -128,8 +128,9 @@ pub struct Delivery {
     pub event: Arc<RawEvent>,
     /// Whether and how often the broker has delivered it before.
     pub redelivery: Redelivery,
-    /// Set by the `inbox` source only: the held row that this delivery is.
-    pub(crate) held: Option<crate::store::Lease>,
+    /// Set by the `inbox` source only: the held row that this delivery is. Boxed, because deliveries move
+    /// from queue to queue and few have one.
+    pub(crate) held: Option<Box<crate::store::Lease>>,
 }
 
 impl Delivery {

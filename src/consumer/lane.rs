@@ -291,6 +291,6 @@ pub(crate) struct Identified {
 
 impl Identified {
     pub(crate) fn request<'a>(&'a self, consumer: &'a str) -> ClaimRequest<'a> {
-        self.named.request(consumer, self.delivery.held.as_ref())
+        self.named.request(consumer, self.delivery.held.as_deref())
     }
 }

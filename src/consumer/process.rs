@@ -55,7 +55,7 @@ async fn identify<S: Inbox>(
     for delivery in deliveries {
         let found = match lane.upcoming.take(delivery.receipt) {
             Some(named) => Ok(named),
-            None => lane.shared.name_of(&delivery.event, delivery.held.as_ref()),
+            None => lane.shared.name_of(&delivery.event, delivery.held.as_deref()),
         };
         match found {
             Ok(named) => {

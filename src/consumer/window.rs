@@ -1,9 +1,10 @@
 //! What is in hand: deliveries that wait for a lane, and those that a lane has.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
 
 use bytes::Bytes;
+use hashbrown::HashMap;
 
 use super::policy::Ordering;
 use crate::source::{Delivery, Receipt, Settle, Settlement};

@@ -3,9 +3,9 @@
 #[cfg(feature = "chaos")]
 pub mod chaos;
 pub mod drive;
+pub mod example;
 #[cfg(feature = "chaos")]
 pub mod outbox_chaos;
 #[cfg(feature = "chaos")]
 pub mod processes;
-pub mod example;
 pub mod throughput;

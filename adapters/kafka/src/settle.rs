@@ -8,8 +8,10 @@
 //! record is not done; a completion of an earlier assignment changes nothing, also if the same
 //! member has the partition again; the offset that is stored never goes back.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
+
+use hashbrown::HashMap;
 
 /// A topic and a partition of it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -1,12 +1,12 @@
 //! The source: one session after the other, each opened anew when the last one ended.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use hashbrown::HashMap;
 use onlyonce::source::{
     Capabilities, Delivery, Incoming, Plan, Receipt, Settle, Settlement, Source, SourceError, SourceHealth,
 };
