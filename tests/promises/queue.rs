@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use onlyonce::consumer::ConsumerBuilder;
 use onlyonce::inbox::{Enqueued, InboxSource, Queue, QueueError};
+use onlyonce::store::PostgresStore;
 use onlyonce::testing::{Broker, deliver, event};
 use onlyonce::{Consumer, RetryPolicy};
 use tokio::sync::Notify;
@@ -334,5 +335,45 @@ async fn a_handler_that_enqueues_its_own_event_is_done_with_it<S: TestStore>(sta
     assert_eq!(runs.total(), 2);
     assert_eq!(stage.effects().await["own"], 1);
     assert_eq!(stage.effects().await["other"], 1);
+    stage.end().await;
+}
+
+/// Nobody can do that while SQLite's one writer is taken.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_enqueued_while_its_batch_runs_is_seen_by_the_guard() {
+    let Some(stage) = PostgresStore::fresh().await else {
+        return;
+    };
+    let queue = Arc::new(queue(&stage));
+    let schema = stage.schema.clone();
+    let (handler, runs) = Scripted::new(&stage, move |_, incoming| {
+        let (queue, schema, id) = (queue.clone(), schema.clone(), incoming.identity.id.clone());
+        Act::<PostgresStore>::by(move |cx| {
+            Box::pin(async move {
+                PostgresStore::write(cx.tx(), &schema, &id).await?;
+                if id == "e1" && cx.attempt() == 1 {
+                    queue.enqueue(event("e2", "2")).await?;
+                }
+                Ok(())
+            })
+        })
+    });
+    let broker = Broker::new();
+    for (id, body) in [("e0", "0"), ("e1", "1"), ("e2", "2")] {
+        broker.publish(event(id, body));
+    }
+    let consumer = stage.consumer("c").handler(handler).lanes(1).batch(3);
+    let running = Running::start(consumer.source(broker.source()));
+    until("all to be done", async || stage.processed("c").await.len() == 3).await;
+    emptied(&stage).await;
+    running.stop().await;
+    for id in ["e0", "e1", "e2"] {
+        assert_eq!(
+            runs.attempts_of(id),
+            [1, 1],
+            "{id}: rolled back with the batch, and run again"
+        );
+        assert_eq!(stage.effects().await[id], 1);
+    }
     stage.end().await;
 }
