@@ -52,6 +52,11 @@ pub trait Broker: Sync {
     /// On how many tasks the loop without a database is quickest.
     const BARE_LANES: usize = 8;
 
+    /// How many deliveries a consumer has in hand, if the loop by hand has more than a consumer by default.
+    fn window(_lanes: usize) -> Option<usize> {
+        None
+    }
+
     /// Puts so many events, with [`event_id`] and [`BODY`], into a new queue or topic, and names it.
     async fn filled(&self, events: u64) -> Result<String, BoxError>;
 
@@ -280,10 +285,14 @@ impl<B: Broker> Bench<B> {
             .schema("bench")
             .max_connections(lanes as u32 + 16)
             .connect()?;
-        Ok(Consumer::builder("bench", store)
+        let consumer = Consumer::builder("bench", store)
             .source(self.broker.source(queue)?)
             .lanes(lanes)
-            .batch(batch))
+            .batch(batch);
+        Ok(match B::window(lanes) {
+            Some(window) => consumer.window(window),
+            None => consumer,
+        })
     }
 
     /// Resident memory of a consumer with the default settings while the queue is full.
