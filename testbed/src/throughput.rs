@@ -409,6 +409,11 @@ impl Done {
         }
     }
 
+    /// How many have happened.
+    pub fn count(&self) -> u64 {
+        self.count.load(Relaxed)
+    }
+
     /// Until the last one.
     pub async fn wait(&self) {
         let mut last = self.last.subscribe();

@@ -11,7 +11,7 @@
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use onlyonce::async_trait;
 use onlyonce_kafka::{Kafka, KafkaPublisher, StartAt};
-use onlyonce_testbed::throughput::relay::{self, Broker, key};
+use onlyonce_testbed::throughput::relay::{self, Broker, EVENT_TYPE, SOURCE, TIME, key};
 use onlyonce_testbed::throughput::{BODY, BoxError, Done, environment, event_id};
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
@@ -65,19 +65,27 @@ impl Broker for Cluster {
             .set("enable.idempotence", "true")
             .set("acks", "all")
             .set("linger.ms", "1")
+            .set("partitioner", "murmur2_random")
             .create()?;
         let mut unconfirmed = FuturesUnordered::new();
         for n in 0..events {
             let (id, key) = (event_id(n), key(n));
-            let headers = [("id", id.as_str()), ("type", "benched")];
-            let headers = headers
-                .into_iter()
-                .fold(OwnedHeaders::new(), |headers, (key, value)| {
-                    headers.insert(Header {
-                        key,
-                        value: Some(value),
-                    })
+            let stamped = [
+                ("onlyonce-event-id", id.as_str()),
+                ("onlyonce-event-source", SOURCE),
+                ("ce_specversion", "1.0"),
+                ("ce_id", &id),
+                ("ce_source", SOURCE),
+                ("ce_type", EVENT_TYPE),
+                ("ce_time", TIME),
+            ];
+            let mut headers = OwnedHeaders::new_with_capacity(stamped.len());
+            for (key, value) in stamped {
+                headers = headers.insert(Header {
+                    key,
+                    value: Some(value),
                 });
+            }
             let record = FutureRecord::to(topic).key(&key).payload(BODY).headers(headers);
             unconfirmed.push(producer.send_result(record).map_err(|(error, _)| error)?);
             if unconfirmed.len() == Self::IN_FLIGHT || n == events - 1 {

@@ -14,7 +14,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Confirmation, Connection, ConnectionProperties};
 use onlyonce::async_trait;
 use onlyonce_rabbitmq::{RabbitMq, RabbitMqPublisher};
-use onlyonce_testbed::throughput::relay::{self, Broker, key};
+use onlyonce_testbed::throughput::relay::{self, Broker, EVENT_TYPE, SOURCE, TIME, key};
 use onlyonce_testbed::throughput::{BODY, BoxError, Done, environment, event_id};
 
 #[tokio::main]
@@ -24,6 +24,9 @@ async fn main() -> Result<(), BoxError> {
     })
     .await
 }
+
+/// [`TIME`] as AMQP's property has it.
+const SECONDS: u64 = 1_767_323_045;
 
 struct Rabbit {
     url: String,
@@ -68,11 +71,25 @@ impl Broker for Rabbit {
         };
         let mut unconfirmed = FuturesUnordered::new();
         for n in 0..events {
+            let (id, key) = (event_id(n), key(n));
             let mut headers = FieldTable::default();
-            headers.insert("key".into(), AMQPValue::LongString(key(n).into()));
+            for (name, value) in [
+                ("onlyonce-event-id", id.as_str()),
+                ("onlyonce-event-source", SOURCE),
+                ("ce-specversion", "1.0"),
+                ("ce-id", &id),
+                ("ce-source", SOURCE),
+                ("ce-type", EVENT_TYPE),
+                ("ce-time", TIME),
+                ("onlyonce-ordering-key", &key),
+            ] {
+                headers.insert(name.into(), AMQPValue::LongString(value.into()));
+            }
             let properties = BasicProperties::default()
-                .with_message_id(event_id(n).into())
-                .with_type("benched".into())
+                .with_message_id(id.into())
+                .with_app_id(SOURCE.into())
+                .with_type(EVENT_TYPE.into())
+                .with_timestamp(SECONDS)
                 .with_headers(headers)
                 .with_delivery_mode(2);
             let confirm = channel

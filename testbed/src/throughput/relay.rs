@@ -1,15 +1,15 @@
-//! How fast a relay empties the outbox, beside the same events published by hand without a database; and how long an
-//! event takes from its commit to a consumer while there is little to do.
+//! How fast a relay empties the outbox, beside the same events published by hand without a database.
+
+mod latency;
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::stream::{self, StreamExt as _};
 use onlyonce::outbox::OutgoingEvent;
 use onlyonce::publisher::{Message, PublishError, Publisher, PublisherHealth};
-use onlyonce::source::{Delivery, Incoming, Plan, Source};
+use onlyonce::source::Source;
 use onlyonce::store::postgres::PostgresOptions;
 use onlyonce::store::{Operations, PostgresStore};
 use onlyonce::{Outbox, Relay};
@@ -22,9 +22,14 @@ use super::{BODY, BoxError, Done, cpu_time, environment, event_id};
 /// How many keys the events have: so many may be under way at once.
 const KEYS: u64 = 10_000;
 
-/// Events per second while latency is measured, and for how long.
-const PACE: u64 = 50;
-const LASTS: Duration = Duration::from_secs(30);
+/// The source of every event.
+pub const SOURCE: &str = "bench";
+
+/// The type of every event.
+pub const EVENT_TYPE: &str = "benched";
+
+/// When events that are published by hand were written: a text already, which costs that loop nothing.
+pub const TIME: &str = "2026-01-02T03:04:05.678901Z";
 
 /// What a benchmark wants of a broker.
 #[async_trait]
@@ -47,8 +52,9 @@ pub trait Broker: Sync {
     /// A source that reads this address from its beginning.
     fn source(&self, address: &str) -> Result<Self::Source, BoxError>;
 
-    /// The loop one would write without a framework: publishes so many events, with [`event_id`], [`key`] and
-    /// [`BODY`], durably, up to [`IN_FLIGHT`](Self::IN_FLIGHT) unconfirmed, and counts the confirmed ones.
+    /// The loop one would write without a framework: publishes so many events, durably, up to
+    /// [`IN_FLIGHT`](Self::IN_FLIGHT) unconfirmed, and counts the confirmed ones. Each has all that the publisher under
+    /// test puts on it, and the same settings.
     async fn by_hand(&self, address: &str, events: u64, done: &Done) -> Result<(), BoxError>;
 
     /// Removes it.
@@ -121,9 +127,7 @@ impl<B: Broker> Bench<B> {
                 .into_iter()
                 .filter(|variant| variant.name().contains(only))
             {
-                let cpu = cpu_time()?;
-                let rate = self.measure(variant, events).await?;
-                let cpu = (cpu_time()? - cpu).as_secs_f64() * 1e6 / events as f64;
+                let (rate, cpu) = self.measure(variant, events).await?;
                 println!(
                     "round {round}  {:<16} {rate:>8.0}/s  {cpu:>5.0} us of this process's CPU an event",
                     variant.name()
@@ -150,23 +154,31 @@ impl<B: Broker> Bench<B> {
         Ok(())
     }
 
-    /// Events per second, from the first confirm to the last, and for the relay to the last mark.
-    async fn measure(&self, variant: Variant, events: u64) -> Result<f64, BoxError> {
-        let (address, done) = (self.broker.fresh().await?, Done::of(events));
-        match variant {
-            Variant::ByHand => self.broker.by_hand(&address, events, &done).await?,
-            Variant::Publisher => self.publisher_alone(&address, events, &done).await?,
-            Variant::Relay => self.relay(&address, events, &done).await?,
+    /// Events per second, from the first confirm to the last, and for the relay to the last mark; and microseconds
+    /// of CPU an event, connecting and the end included.
+    async fn measure(&self, variant: Variant, events: u64) -> Result<(f64, f64), BoxError> {
+        let address = self.broker.fresh().await?;
+        let (done, outbox) = match variant {
+            Variant::ByHand | Variant::Publisher => (Done::of(events), None),
+            // And the empty table.
+            Variant::Relay => (Done::of(events + 1), Some(self.filled(&address, events).await?)),
+        };
+        let before = cpu_time()?;
+        match (variant, outbox) {
+            (Variant::ByHand, _) => self.broker.by_hand(&address, events, &done).await?,
+            (_, None) => self.publisher_alone(&address, events, &done).await?,
+            (_, Some(outbox)) => self.relay(&outbox, events, &done).await?,
         }
+        let cpu = (cpu_time()? - before).as_secs_f64() * 1e6 / events as f64;
         self.broker.delete(&address).await?;
-        done.rate()
+        Ok((done.rate()?, cpu))
     }
 
     async fn publisher_alone(&self, address: &str, events: u64, done: &Done) -> Result<(), BoxError> {
         let publisher = self.broker.publisher()?;
         let publishing = stream::iter(0..events).map(|n| {
-            let (publisher, mut message) = (&publisher, Message::new(address, "bench", event_id(n), BODY));
-            message.event_type = Some("benched".to_owned());
+            let (publisher, mut message) = (&publisher, Message::new(address, SOURCE, event_id(n), BODY));
+            message.event_type = Some(EVENT_TYPE.to_owned());
             message.key = Some(key(n).into());
             async move { publisher.publish(&message).await }
         });
@@ -180,29 +192,27 @@ impl<B: Broker> Bench<B> {
         Ok(())
     }
 
-    async fn relay(&self, address: &str, events: u64, done: &Done) -> Result<(), BoxError> {
-        let outbox = self.filled(address, events).await?;
+    async fn relay(&self, outbox: &PgPool, events: u64, done: &Done) -> Result<(), BoxError> {
         let counted = Counted {
             publisher: self.broker.publisher()?,
-            // The last one is counted when the table is empty.
             done: done.clone(),
-            left: Mutex::new(events - 1),
         };
         let relay = Relay::builder(self.store().await?)
             .publisher("bench", counted)
             .in_flight(B::IN_FLIGHT)
             .build()?;
-        let (over, emptied) = (CancellationToken::new(), done.clone());
+        let over = CancellationToken::new();
         let stop = over.clone();
         let running = tokio::spawn(relay.run_until(async move { stop.cancelled().await }));
-        while left(&outbox).await? > 0 {
+        // Whether the table is empty is asked last: the answer passes over all that is deleted.
+        while done.count() < events || left(outbox).await? > 0 {
             if running.is_finished() {
                 running.await??;
                 return Err("the relay ended too early".into());
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        emptied.add(1);
+        done.add(1);
         over.cancel();
         running.await??;
         Ok(())
@@ -211,7 +221,7 @@ impl<B: Broker> Bench<B> {
     /// New tables with so many events in them.
     async fn filled(&self, address: &str, events: u64) -> Result<PgPool, BoxError> {
         let pool = self.fresh_tables().await?;
-        let outbox = Outbox::new(self.store().await?).source("bench");
+        let outbox = Outbox::new(self.store().await?).source(SOURCE);
         for first in (0..events).step_by(1000) {
             let some = (first..events.min(first + 1000)).map(|n| event(address, n));
             let mut tx = pool.begin().await?;
@@ -236,108 +246,12 @@ impl<B: Broker> Bench<B> {
     async fn store(&self) -> Result<PostgresStore, BoxError> {
         Ok(PostgresOptions::new(&self.postgres).schema("bench").connect()?)
     }
-
-    /// From the commit of an event to its arrival at a consumer, while a relay has little to do. Another process is
-    /// another store: it tells by the database.
-    async fn latency(&self, name: &str, another: bool) -> Result<(), BoxError> {
-        let (address, pool) = (self.broker.fresh().await?, self.fresh_tables().await?);
-        let store = self.store().await?;
-        let writer = if another {
-            self.store().await?
-        } else {
-            store.clone()
-        };
-        let outbox = Outbox::new(writer).source("bench");
-        let relay = Relay::builder(store)
-            .publisher("bench", self.broker.publisher()?)
-            .build()?;
-        let over = CancellationToken::new();
-        let stop = over.clone();
-        let relaying = tokio::spawn(relay.run_until(async move { stop.cancelled().await }));
-        let mut source = self.broker.source(&address)?;
-        source.start(&Plan::for_window("bench", 1000)).await?;
-        // The first one finds everything connected and subscribed.
-        commit(&pool, &outbox, &address, 0).await?;
-        arrivals(&mut source, 1).await?;
-
-        let events = PACE * LASTS.as_secs();
-        let writing = async {
-            let mut committed = HashMap::new();
-            let mut every = tokio::time::interval(Duration::from_millis(1000 / PACE));
-            for n in 1..=events {
-                every.tick().await;
-                committed.insert(event_id(n), commit(&pool, &outbox, &address, n).await?);
-            }
-            Ok::<_, BoxError>(committed)
-        };
-        let (committed, arrived) = tokio::try_join!(writing, arrivals(&mut source, events as usize))?;
-        let mut took: Vec<f64> = arrived
-            .iter()
-            .filter_map(|(id, at)| Some(at.saturating_duration_since(*committed.get(id)?).as_secs_f64()))
-            .collect();
-        took.sort_by(f64::total_cmp);
-        let part = |percent: usize| took[(took.len() * percent / 100).min(took.len() - 1)] * 1e3;
-        println!(
-            "latency  {name:<22} p50 {:.1} ms, p95 {:.1} ms, p99 {:.1} ms, most {:.1} ms ({} events, {PACE} a second)",
-            part(50),
-            part(95),
-            part(99),
-            part(100),
-            took.len()
-        );
-        source.stop().await?;
-        over.cancel();
-        relaying.await??;
-        self.broker.delete(&address).await
-    }
 }
 
 fn event(address: &str, n: u64) -> OutgoingEvent {
-    OutgoingEvent::new(format!("bench:{address}"), "benched", BODY)
+    OutgoingEvent::new(format!("bench:{address}"), EVENT_TYPE, BODY)
         .id(event_id(n))
         .key(key(n))
-}
-
-/// Writes an event as an endpoint would, and says when it was committed.
-async fn commit(
-    pool: &PgPool,
-    outbox: &Outbox<PostgresStore>,
-    address: &str,
-    n: u64,
-) -> Result<Instant, BoxError> {
-    let mut tx = pool.begin().await?;
-    outbox.send_in(&mut tx, event(address, n)).await?;
-    tx.commit().await?;
-    let committed = Instant::now();
-    outbox.wake();
-    Ok(committed)
-}
-
-/// When each of so many events has arrived, by its id.
-async fn arrivals(source: &mut impl Source, events: usize) -> Result<HashMap<String, Instant>, BoxError> {
-    let mut arrived = HashMap::new();
-    while arrived.len() < events {
-        let deliveries = match source.receive(100).await? {
-            Incoming::Deliveries(deliveries) => deliveries,
-            Incoming::Closed => return Err("the source is closed".into()),
-            _ => continue,
-        };
-        let now = Instant::now();
-        for delivery in &deliveries {
-            let id = delivery
-                .event
-                .headers
-                .get("onlyonce-event-id")
-                .unwrap_or_default();
-            arrived
-                .entry(String::from_utf8_lossy(id).into_owned())
-                .or_insert(now);
-        }
-        source
-            .settle(deliveries.into_iter().map(Delivery::ack).collect())
-            .await?;
-    }
-    Ok(arrived)
 }
 
 async fn left(pool: &PgPool) -> sqlx::Result<i64> {
@@ -350,7 +264,6 @@ async fn left(pool: &PgPool) -> sqlx::Result<i64> {
 struct Counted<P> {
     publisher: P,
     done: Done,
-    left: Mutex<u64>,
 }
 
 #[async_trait]
@@ -361,11 +274,7 @@ impl<P: Publisher> Publisher for Counted<P> {
 
     async fn publish(&self, message: &Message) -> Result<(), PublishError> {
         self.publisher.publish(message).await?;
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        if *left > 0 {
-            *left -= 1;
-            self.done.add(1);
-        }
+        self.done.add(1);
         Ok(())
     }
 
