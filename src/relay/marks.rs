@@ -79,14 +79,14 @@ impl Marks {
     }
 
     /// When the next writing may begin, if there is something to write.
-    pub(crate) fn next_at(&self, now: Instant) -> Option<Instant> {
-        let something = !self.sent.is_empty() || !self.refused.is_empty();
+    pub(crate) fn next_at(&self, now: Instant, refusals_too: bool) -> Option<Instant> {
+        let something = !self.sent.is_empty() || refusals_too && !self.refused.is_empty();
         something.then(|| self.not_before.unwrap_or(now))
     }
 
-    /// Whether there are refusals to write, behind which their keys wait.
+    /// Whether there are refusals that are not known to be written, behind which their keys wait.
     pub(crate) fn has_refusals(&self) -> bool {
-        !self.refused.is_empty()
+        !self.refused.is_empty() || matches!(self.writing, Writing::Refused(_))
     }
 
     /// The refusals to be written now, if there are any.
@@ -140,7 +140,7 @@ mod tests {
     async fn what_could_not_be_written_is_kept_and_tried_again_later() {
         let mut marks = Marks::default();
         let now = Instant::now();
-        assert_eq!(marks.next_at(now), None);
+        assert_eq!(marks.next_at(now, true), None);
         for id in 0..1500 {
             marks.sent(id);
         }
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(marks.len(), 1501, "what is being written is not known to be");
         assert!(marks.not_written(now));
         assert_eq!((marks.len(), marks.is_failing()), (1501, true));
-        let later = marks.next_at(now).unwrap();
+        let later = marks.next_at(now, true).unwrap();
         assert!(later >= now + PAUSE_MIN);
         marks.take_sent();
         assert!(!marks.not_written(later), "one outage is one warning");
@@ -174,10 +174,17 @@ mod tests {
             error: "too large".into(),
             again: None,
         });
+        let now = Instant::now();
+        assert_eq!(
+            (marks.next_at(now, true), marks.next_at(now, false)),
+            (Some(now), None)
+        );
         assert!(marks.has_refusals());
         assert_eq!(marks.take_refused().unwrap().len(), 1);
+        assert!(marks.has_refusals(), "what is being written is not known to be");
         assert_eq!(marks.ids().collect::<Vec<_>>(), [7]);
         let (refused, recovered) = marks.written();
         assert_eq!((refused[0].id, recovered, marks.is_empty()), (7, false, true));
+        assert!(!marks.has_refusals());
     }
 }

@@ -29,7 +29,8 @@ pub(crate) async fn run<S: Relaying>(shared: Arc<Shared<S>>, outlets: Vec<Outlet
             // First of all what decides whether anything may be published.
             renewed = answer(&mut work.renewal) => work.renewed(renewed),
             Some(landed) = work.flights.join_next() => work.land_all(landed),
-            answered = answer(&mut work.statement) => work.answered(answered),
+            marked = answer(&mut work.mark) => work.marked(marked),
+            found = answer(&mut work.read) => work.found(found),
             () = stop.cancelled(), if !work.is_stopping() => work.stop(),
             _ = signal.changed() => work.wake(),
             () = sleep_until(next) => {}

@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::marks::Refused;
 use super::pace::{Admits, Pace};
-use super::work::{ABSENT, Answer, Read, Work};
+use super::work::{ABSENT, Found, Marked, Read, Work};
 use crate::store::{DueRequest, DueRow, LANES, Refusal, Relaying, UnreadableRow};
 use crate::telemetry;
 
@@ -15,32 +15,40 @@ use crate::telemetry;
 /// from theirs for longer.
 const AHEAD: usize = 4;
 
+/// With how many shares of a lane in hand it is read again: one is on its way, the other goes while it is read.
+const LOW: usize = 2;
+
 impl<S: Relaying> Work<S> {
-    /// Begins the next statement. Refusals come first, because their keys wait for them; then marks and reads take
-    /// turns.
-    pub(super) fn mark_or_read(&mut self, now: Instant) {
-        if self.statement.is_some() {
-            return;
+    /// Begins a mark and a read, beside each other. A read leaves out what is in hand or not marked when it begins, so
+    /// that it does not matter when a row is marked as sent. When a refusal is written does: a read that is older
+    /// than that finds the later rows of the key due. So refusals wait for the read, and reads for them.
+    pub(super) fn mark_and_read(&mut self, now: Instant) {
+        if self.mark_at(now).is_some_and(|at| at <= now) {
+            if self.marks.has_refusals() && self.read.is_none() {
+                self.mark_refused();
+            } else {
+                self.mark_sent();
+            }
         }
-        let marks = self.marks.next_at(now).is_some_and(|at| at <= now);
-        let reads = self.read_at(now).is_some_and(|at| at <= now);
-        if marks && self.marks.has_refusals() {
-            self.mark_refused();
-        } else if marks && !(reads && self.read_next) {
-            self.read_next = true;
-            self.mark_sent();
-        } else if reads {
-            self.read_next = false;
+        if self.read.is_none() && self.read_at(now).is_some_and(|at| at <= now) {
             self.read(now);
         }
+    }
+
+    /// When the next mark begins; `None`: not before something else has happened.
+    pub(super) fn mark_at(&self, now: Instant) -> Option<Instant> {
+        let refusals_too = self.read.is_none();
+        self.mark
+            .is_none()
+            .then(|| self.marks.next_at(now, refusals_too))?
     }
 
     fn mark_sent(&mut self) {
         let Some(ids) = self.marks.take_sent() else { return };
         let shared = self.shared.clone();
         let keep = shared.settings.keep_sent.is_some();
-        self.statement = Some(Box::pin(async move {
-            Answer::Sent(shared.store.mark_sent(&ids, keep).await)
+        self.mark = Some(Box::pin(async move {
+            Marked::Sent(shared.store.mark_sent(&ids, keep).await)
         }));
     }
 
@@ -49,7 +57,7 @@ impl<S: Relaying> Work<S> {
             return;
         };
         let shared = self.shared.clone();
-        self.statement = Some(Box::pin(async move {
+        self.mark = Some(Box::pin(async move {
             let refusals: Vec<_> = batch
                 .iter()
                 .map(|refused| Refusal {
@@ -59,15 +67,15 @@ impl<S: Relaying> Work<S> {
                     again: refused.again,
                 })
                 .collect();
-            Answer::Refused(shared.store.mark_refused(&refusals).await)
+            Marked::Refused(shared.store.mark_refused(&refusals).await)
         }));
     }
 
-    pub(crate) fn answered(&mut self, answer: Answer) {
+    pub(crate) fn marked(&mut self, answer: Marked) {
         match answer {
-            Answer::Sent(Ok(())) => self.written(&[]),
-            Answer::Refused(Ok(ours)) => self.written(&ours),
-            Answer::Sent(Err(error)) | Answer::Refused(Err(error)) => {
+            Marked::Sent(Ok(())) => self.written(&[]),
+            Marked::Refused(Ok(ours)) => self.written(&ours),
+            Marked::Sent(Err(error)) | Marked::Refused(Err(error)) => {
                 if self.marks.not_written(Instant::now()) {
                     tracing::warn!(
                         relay = &*self.shared.name,
@@ -76,14 +84,19 @@ impl<S: Relaying> Work<S> {
                     );
                 }
             }
-            Answer::Read(read, Ok(rows)) => {
+        }
+    }
+
+    pub(crate) fn found(&mut self, Found { read, rows }: Found) {
+        match rows {
+            Ok(rows) => {
                 if self.unread.take().is_some() {
                     tracing::info!(relay = &*self.shared.name, "outgoing events can be read again");
                 }
                 self.reading.answered(read.began, Instant::now());
                 self.take(&read, rows);
             }
-            Answer::Read(_, Err(error)) => {
+            Err(error) => {
                 self.reading.failed();
                 if self.unread.replace(error.to_string()).is_none() {
                     tracing::warn!(relay = &*self.shared.name, %error, "outgoing events cannot be read");
@@ -117,8 +130,7 @@ impl<S: Relaying> Work<S> {
         (!lanes.is_empty()).then(|| self.reading.at(&lanes, &self.pauses(), now))
     }
 
-    /// The lanes that have room, if anything may be read: those of which no more is in hand than their share of what
-    /// may be on its way.
+    /// The lanes that have room, if anything may be read.
     fn lanes_to_read(&self, now: Instant) -> Vec<u8> {
         let waits = self.stopping.is_some()
             || self.marks.is_failing()
@@ -132,10 +144,10 @@ impl<S: Relaying> Work<S> {
         if waits {
             return Vec::new();
         }
-        let share = self.share();
+        let low = self.share() * LOW;
         self.tenure
             .lanes()
-            .filter(|&lane| self.hand.in_lane(lane) <= share)
+            .filter(|&lane| self.hand.in_lane(lane) <= low)
             .collect()
     }
 
@@ -179,7 +191,7 @@ impl<S: Relaying> Work<S> {
             began: now,
         };
         let shared = self.shared.clone();
-        self.statement = Some(Box::pin(async move {
+        self.read = Some(Box::pin(async move {
             let rows = shared
                 .store
                 .due(&DueRequest {
@@ -193,7 +205,7 @@ impl<S: Relaying> Work<S> {
                     bytes: read.bytes,
                 })
                 .await;
-            Answer::Read(read, rows)
+            Found { read, rows }
         }));
     }
 

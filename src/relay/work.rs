@@ -56,10 +56,9 @@ pub(crate) struct Work<S> {
     pub(crate) flights: JoinSet<Landed>,
     /// Renews the lanes, beside everything else.
     pub(crate) renewal: Option<BoxFuture<'static, Renewed>>,
-    /// Marks or reads: one at a time, so that no read misses what is being marked.
-    pub(crate) statement: Option<BoxFuture<'static, Answer>>,
-    /// Whose turn it is when there is something to mark and something to read.
-    pub(super) read_next: bool,
+    /// Marks what was confirmed, beside a read; or what was refused, and then nothing is read.
+    pub(crate) mark: Option<BoxFuture<'static, Marked>>,
+    pub(crate) read: Option<BoxFuture<'static, Found>>,
     next_tick: Instant,
     /// Until when a stop waits for what is on its way.
     pub(super) stopping: Option<Instant>,
@@ -71,11 +70,16 @@ pub(crate) struct Renewed {
     held: Result<Vec<HeldLane>, StoreError>,
 }
 
-/// The answer to a statement.
-pub(crate) enum Answer {
+/// The answer to a mark.
+pub(crate) enum Marked {
     Sent(Result<(), StoreError>),
     Refused(Result<Vec<i64>, StoreError>),
-    Read(Read, Result<Vec<Result<DueRow, UnreadableRow>>, StoreError>),
+}
+
+/// The answer to a read.
+pub(crate) struct Found {
+    pub(super) read: Read,
+    pub(super) rows: Result<Vec<Result<DueRow, UnreadableRow>>, StoreError>,
 }
 
 /// What was asked for.
@@ -103,8 +107,8 @@ impl<S: Relaying> Work<S> {
             absent: HashMap::new(),
             flights: JoinSet::new(),
             renewal: None,
-            statement: None,
-            read_next: false,
+            mark: None,
+            read: None,
             next_tick: now,
             stopping: None,
             shared,
@@ -125,7 +129,7 @@ impl<S: Relaying> Work<S> {
         }
         self.renew(now);
         self.publish(now);
-        self.mark_or_read(now);
+        self.mark_and_read(now);
     }
 
     /// When something is to begin that nothing else tells of.
@@ -134,8 +138,8 @@ impl<S: Relaying> Work<S> {
         if self.renewal.is_none() {
             next = next.min(self.tenure.renew_at());
         }
-        if self.statement.is_none() {
-            next = next.min(self.marks.next_at(now).unwrap_or(next));
+        next = next.min(self.mark_at(now).unwrap_or(next));
+        if self.read.is_none() {
             next = next.min(self.read_at(now).unwrap_or(next));
             let pauses = self.pauses().into_iter().filter(|end| *end > now);
             next = pauses.fold(next, Instant::min);
@@ -252,7 +256,7 @@ impl<S: Relaying> Work<S> {
         let Some(deadline) = self.stopping else {
             return false;
         };
-        let done = self.flights.is_empty() && self.marks.is_empty() && self.statement.is_none();
+        let done = self.flights.is_empty() && self.marks.is_empty() && self.read.is_none();
         done || Instant::now() >= deadline + FLUSH
     }
 
