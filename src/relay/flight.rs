@@ -7,7 +7,7 @@ use futures_util::FutureExt as _;
 use tokio::time::Instant;
 use tracing::Instrument as _;
 
-use crate::publisher::{Message, PublishError, PublishErrorKind, Publisher};
+use crate::publisher::{PublishError, PublishErrorKind, Publisher};
 use crate::store::{DueRow, HeldLane};
 use crate::telemetry;
 
@@ -36,8 +36,7 @@ impl Flight {
         let system = publisher.system();
         let span = span(system, &self.row);
         let began = Instant::now();
-        let message = traced(&self.row);
-        let publish = AssertUnwindSafe(publisher.publish(&message)).catch_unwind();
+        let publish = AssertUnwindSafe(publisher.publish(&self.row.message)).catch_unwind();
         let result = publish.instrument(span).await.unwrap_or_else(|_| {
             // It may be this message that it cannot stand: the row goes alone, and is refused if it happens again.
             Err(PublishError::new(
@@ -53,17 +52,6 @@ impl Flight {
         );
         Landed { flight: self, result }
     }
-}
-
-/// The message with the trace context in which it was written, unless it brings its own.
-fn traced(row: &DueRow) -> Message {
-    let mut message = row.message.clone();
-    if let Some(traceparent) = &row.traceparent
-        && message.headers.get("traceparent").is_none()
-    {
-        message.headers.push("traceparent", traceparent.clone());
-    }
-    message
 }
 
 fn span(system: &'static str, row: &DueRow) -> tracing::Span {

@@ -52,8 +52,13 @@ impl Hand {
         }
     }
 
-    /// Takes a row that is due.
-    pub(crate) fn take(&mut self, row: DueRow, lane: HeldLane, publisher: usize) {
+    /// Takes a row that is due. Its message has the trace context in which it was written, unless it brings its own.
+    pub(crate) fn take(&mut self, mut row: DueRow, lane: HeldLane, publisher: usize) {
+        if let Some(traceparent) = &row.traceparent
+            && row.message.headers.get("traceparent").is_none()
+        {
+            row.message.headers.push("traceparent", traceparent.clone());
+        }
         let id = row.id;
         let taken = InHand {
             row: Arc::new(row),
