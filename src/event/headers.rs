@@ -52,6 +52,11 @@ impl Headers {
         Some(Self(fields))
     }
 
+    /// The same, where nobody else has put anything into them.
+    pub(crate) fn written(fields: Vec<u8>) -> Self {
+        Self(fields.into())
+    }
+
     /// The value of the last header of this name; names are compared byte for byte.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
         let named = self.fields().filter(|field| field.0 == name.as_bytes());

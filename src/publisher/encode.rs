@@ -1,3 +1,5 @@
+use std::borrow::Cow;
+
 use bytes::Bytes;
 
 use super::structured;
@@ -53,24 +55,21 @@ impl Message {
             None => (self.payload.clone(), self.content_type.clone()),
         };
 
-        let mut headers = Headers::new();
+        let mut headers = Vec::with_capacity(USUAL);
         for (name, value) in self.headers.iter() {
             let said_by_us = content_type.is_some() && name.eq_ignore_ascii_case("content-type");
-            if said_by_us || is_ours(name) {
-                continue;
-            }
-            match value {
-                Some(value) => headers.push(name, Bytes::copy_from_slice(value)),
-                None => headers.push_null(name),
+            if !said_by_us && !is_ours(name) {
+                Headers::write(&mut headers, name, value);
             }
         }
-        headers.push("onlyonce-event-id", self.event_id.clone());
-        headers.push("onlyonce-event-source", self.source.clone());
+        let mut add = |name: &str, value: &str| Headers::write(&mut headers, name, Some(value.as_bytes()));
+        add("onlyonce-event-id", &self.event_id);
+        add("onlyonce-event-source", &self.source);
         for (name, value) in attributes {
-            headers.push(format!("{prefix}{name}"), value);
+            add(&[prefix, name].concat(), &value);
         }
         Encoded {
-            headers,
+            headers: Headers::written(headers),
             body,
             content_type,
         }
@@ -87,24 +86,26 @@ impl Message {
     }
 
     /// The attributes in their order: the required ones, then those of the user, of which the last of a name counts.
-    fn cloud_events(&self, event_type: &str) -> Vec<(String, String)> {
-        let ours = [
-            ("specversion", "1.0".to_owned()),
-            ("id", self.event_id.clone()),
-            ("source", self.source.clone()),
-            ("type", event_type.to_owned()),
-            ("time", rfc3339(self.time)),
+    fn cloud_events<'a>(&'a self, event_type: &'a str) -> Vec<(&'a str, Cow<'a, str>)> {
+        let mut all = vec![
+            ("specversion", Cow::Borrowed("1.0")),
+            ("id", Cow::Borrowed(&*self.event_id)),
+            ("source", Cow::Borrowed(&*self.source)),
+            ("type", Cow::Borrowed(event_type)),
+            ("time", Cow::Owned(rfc3339(self.time))),
         ];
-        let mut all: Vec<_> = ours.map(|(name, value)| (name.to_owned(), value)).into();
         for (at, (name, value)) in self.attributes.iter().enumerate() {
             let said_again = self.attributes[at + 1..].iter().any(|(later, _)| later == name);
             if !said_again && !OUR_ATTRIBUTES.contains(&name.as_str()) {
-                all.push((name.clone(), value.clone()));
+                all.push((name, Cow::Borrowed(value)));
             }
         }
         all
     }
 }
+
+/// So many bytes nearly all events' headers take.
+const USUAL: usize = 512;
 
 /// Whether a header of this name could be taken for one of ours.
 fn is_ours(name: &str) -> bool {

@@ -1,3 +1,5 @@
+use std::borrow::Cow;
+
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
@@ -12,7 +14,7 @@ pub(super) const MEDIA_TYPE: &str = "application/cloudevents+json";
 ///
 /// A body that is JSON stands in it byte for byte, so that numbers stay what they were. Any other body is
 /// base64, and so is one that calls itself JSON and would make the whole unreadable.
-pub(super) fn document(attributes: &[(String, String)], message: &Message) -> Bytes {
+pub(super) fn document(attributes: &[(&str, Cow<'_, str>)], message: &Message) -> Bytes {
     let mut head = String::from("{");
     for (name, value) in attributes {
         member(&mut head, name, value);

@@ -16,7 +16,23 @@ pub(super) fn rfc3339(time: SystemTime) -> String {
     let (year, month, day) = date(seconds / SECONDS_A_DAY);
     let of_day = seconds % SECONDS_A_DAY;
     let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
+    // Every outgoing event has one: by digits it takes much less time than by a format string.
+    let mut text = String::with_capacity("0000-00-00T00:00:00.000000Z".len());
+    for (number, digits, then) in [
+        (year, 4, '-'),
+        (month, 2, '-'),
+        (day, 2, 'T'),
+        (hour, 2, ':'),
+        (minute, 2, ':'),
+        (second, 2, '.'),
+        (micros.into(), 6, 'Z'),
+    ] {
+        for digit in (0..digits).rev() {
+            text.push(char::from(b'0' + (number / 10_u64.pow(digit) % 10) as u8));
+        }
+        text.push(then);
+    }
+    text
 }
 
 /// Year, month and day, so many days after 1970-01-01.
