@@ -6,8 +6,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-#[derive(Debug, Default, Clone)]
-pub(super) struct Traffic(Arc<Mutex<HashMap<String, Lane>>>);
+/// One lane for each topic that was ever published to.
+#[derive(Debug, Default)]
+pub(super) struct Traffic(Mutex<HashMap<String, Arc<Mutex<Lane>>>>);
 
 #[derive(Debug, Default)]
 struct Lane {
@@ -18,52 +19,50 @@ struct Lane {
 /// A message under way, until it is dropped: librdkafka has it for as long as there is no report.
 #[derive(Debug)]
 pub(super) struct UnderWay {
-    traffic: Traffic,
-    topic: String,
+    lane: Arc<Mutex<Lane>>,
     number: u64,
     had_company: bool,
 }
 
 impl Traffic {
     pub(super) fn sets_out(&self, topic: &str) -> UnderWay {
-        let mut lanes = self.lock();
-        let lane = lanes.entry(topic.to_owned()).or_default();
-        lane.now += 1;
-        lane.started += 1;
+        let lane = self.lane(topic);
+        let mut traffic = lock(&lane);
+        traffic.now += 1;
+        traffic.started += 1;
+        let (number, had_company) = (traffic.started, traffic.now > 1);
+        drop(traffic);
         UnderWay {
-            traffic: self.clone(),
-            topic: topic.to_owned(),
-            number: lane.started,
-            had_company: lane.now > 1,
+            lane,
+            number,
+            had_company,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Lane>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lane(&self, topic: &str) -> Arc<Mutex<Lane>> {
+        let mut lanes = lock(&self.0);
+        match lanes.get(topic) {
+            Some(lane) => lane.clone(),
+            None => lanes.entry(topic.to_owned()).or_default().clone(),
+        }
     }
 }
 
 impl UnderWay {
     /// Whether no other message of its topic was under way at any time since it set out.
     pub(super) fn is_alone(&self) -> bool {
-        let lanes = self.traffic.lock();
-        !self.had_company
-            && lanes
-                .get(&self.topic)
-                .is_some_and(|lane| lane.started == self.number)
+        !self.had_company && lock(&self.lane).started == self.number
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        let mut lanes = self.traffic.lock();
-        if let Some(lane) = lanes.get_mut(&self.topic) {
-            lane.now -= 1;
-            if lane.now == 0 {
-                lanes.remove(&self.topic);
-            }
-        }
+        lock(&self.lane).now -= 1;
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -86,7 +85,6 @@ mod tests {
         assert!(!third.is_alone(), "it had company for a while");
         drop(third);
         assert!(traffic.sets_out("t").is_alone());
-        drop(elsewhere);
-        assert!(traffic.lock().is_empty());
+        assert!(elsewhere.is_alone());
     }
 }
