@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::chains::{Chains, Order};
+use super::chains::{Chain, Chains, Order};
 use crate::store::{DueRow, HeldLane, LANES};
 
 /// Rows in hand, and which of them may go now. A row that is forgotten is none the worse for it: it is as
@@ -30,6 +30,7 @@ pub(crate) struct InHand {
 }
 
 impl InHand {
+    /// A row without a key waits for nothing.
     fn order(&self) -> Option<Order> {
         self.row.order
     }
@@ -70,7 +71,10 @@ impl Hand {
         self.per_lane[usize::from(lane.lane)] += 1;
         self.bytes += taken.bytes();
         self.rows.insert(id, taken);
-        self.rechain(id, order, |chains, order| chains.wait(*order, id));
+        match order {
+            Some(order) => self.rechain(order, |chain| chain.wait(id)),
+            None => self.offer(id, true),
+        }
     }
 
     /// The rows of this publisher that may go now.
@@ -86,9 +90,10 @@ impl Hand {
     pub(crate) fn start(&mut self, id: i64) -> Option<&InHand> {
         let row = self.rows.get_mut(&id)?;
         row.started = true;
-        let (order, publisher) = (row.order(), row.publisher);
-        self.startable[publisher].remove(&id);
-        self.rechain(id, order, |chains, order| chains.start(order, id));
+        match row.order() {
+            Some(order) => self.rechain(order, |chain| chain.start(id)),
+            None => self.offer(id, false),
+        }
         self.rows.get(&id)
     }
 
@@ -96,8 +101,10 @@ impl Hand {
     pub(crate) fn put_back(&mut self, id: i64) {
         let Some(row) = self.rows.get_mut(&id) else { return };
         row.started = false;
-        let order = row.order();
-        self.rechain(id, order, |chains, order| chains.put_back(order, id));
+        match row.order() {
+            Some(order) => self.rechain(order, |chain| chain.put_back(id)),
+            None => self.offer(id, true),
+        }
     }
 
     /// A row is confirmed: the next of its key may go.
@@ -164,31 +171,28 @@ impl Hand {
         self.per_lane[usize::from(row.lane.lane)] -= 1;
         self.bytes -= row.bytes();
         self.startable[row.publisher].remove(&id);
-        self.rechain(id, row.order(), |chains, order| chains.remove(order, id));
+        if let Some(order) = row.order() {
+            self.rechain(order, |chain| chain.remove(id));
+        }
     }
 
-    /// Changes the chain of a row's key, and with it whose turn it is. A row without a key waits for nothing.
-    fn rechain(&mut self, id: i64, order: Option<Order>, change: impl FnOnce(&mut Chains, &Order)) {
-        let Some(order) = order else {
-            self.offer(id, true);
+    /// Changes the chain of a row's key, and with it whose turn it is.
+    fn rechain(&mut self, order: Order, change: impl FnOnce(&mut Chain)) {
+        let turn = self.chains.change(order, change);
+        if turn.before == turn.now {
             return;
-        };
-        let before = self.chains.next(&order);
-        change(&mut self.chains, &order);
-        let after = self.chains.next(&order);
-        if let Some(before) = before
-            && Some(before) != after
-        {
+        }
+        if let Some(before) = turn.before {
             self.offer(before, false);
         }
-        if let Some(after) = after {
-            self.offer(after, true);
+        if let Some(now) = turn.now {
+            self.offer(now, true);
         }
     }
 
     fn offer(&mut self, id: i64, now: bool) {
         let Some(row) = self.rows.get(&id) else { return };
-        if now && !row.started {
+        if now {
             self.startable[row.publisher].insert(id);
         } else {
             self.startable[row.publisher].remove(&id);
