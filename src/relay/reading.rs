@@ -9,6 +9,10 @@ use crate::store::LANES;
 /// Signals that come closer together than this are answered by one read.
 const GAP: Duration = Duration::from_millis(5);
 
+/// How long the table is left alone at most after a read that took long. One that a lost link or a frozen server held
+/// up for a minute says nothing about the next.
+const LONGEST_REST: Duration = Duration::from_secs(5);
+
 /// What is known of the rows that are not in hand.
 ///
 /// There is no cursor: ids become visible in another order than they are given out in, and a transaction
@@ -65,7 +69,7 @@ impl Reading {
     /// When all lanes are to be read; `None` before the first time.
     fn all_at(&self, pauses: &[Instant]) -> Option<Instant> {
         let last = self.last?;
-        let soonest = last + GAP.max(self.took * 2);
+        let soonest = last + GAP.max(self.took + self.took.min(LONGEST_REST));
         let regular = if self.wanted { soonest } else { last + self.poll };
         // One read for each pause.
         let ends = pauses.iter().copied().filter(|end| *end > last);
@@ -142,6 +146,13 @@ mod tests {
             reading.at(&[1], &[], end),
             rested,
             "what takes long is not done all the time"
+        );
+
+        reading.answered(end, end + Duration::from_secs(60));
+        assert_eq!(
+            reading.at(&[1], &[], end),
+            end + Duration::from_secs(65),
+            "what was held up once is not waited for as long again"
         );
     }
 }
