@@ -1,8 +1,10 @@
 //! The order of rows in hand: of each key at most one is on its way, and the next one goes as soon as that
 //! is confirmed. Pure; knows ids and keys and nothing else.
 
-use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
+
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 
 /// What rows are ordered by: a digest of destination and key.
 pub(crate) type Order = [u8; 16];

@@ -1,7 +1,9 @@
 //! The rows in hand: read from the table, and neither confirmed nor forgotten yet.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::Arc;
+
+use hashbrown::HashMap;
 
 use super::chains::{Chain, Chains, Order};
 use crate::store::{DueRow, HeldLane, LANES};
