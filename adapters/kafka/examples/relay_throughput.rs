@@ -64,7 +64,6 @@ impl Broker for Cluster {
             .set("bootstrap.servers", &self.brokers)
             .set("enable.idempotence", "true")
             .set("acks", "all")
-            .set("linger.ms", "1")
             .set("partitioner", "murmur2_random")
             .create()?;
         let mut unconfirmed = FuturesUnordered::new();

@@ -16,11 +16,9 @@ const AHEAD: Duration = Duration::from_millis(1500);
 /// How long brokers may disagree about whether a topic is there. It was asked for before; this is for one that goes.
 const GONE_AFTER: Duration = Duration::from_secs(1);
 /// What applies unless [`KafkaPublisherBuilder::set`] says otherwise.
-const DEFAULTS: [(&str, &str); 4] = [
+const DEFAULTS: [(&str, &str); 3] = [
     // As the Java client places them, so that producers of both kinds agree on the partition of a key.
     ("partitioner", "murmur2_random"),
-    // Those who publish wait for the answer; what comes at once still goes together.
-    ("linger.ms", "1"),
     ("socket.keepalive.enable", "true"),
     ("reconnect.backoff.max.ms", "2000"),
 ];
