@@ -496,8 +496,12 @@ async fn what_is_missing_is_named<S: Relaying + Operations>(bench: &Bench<S>) {
 }
 
 /// What one process tells another hears, also after the connection was lost.
+/// One of the tests that listen cuts all listeners of the server off.
+static LISTENERS: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 #[tokio::test]
 async fn listeners_hear_what_is_meant_for_them() {
+    let _alone = LISTENERS.lock().await;
     let Some(bench) = postgres().await else { return };
     let mut listener = bench.store.listen("r").await.unwrap();
     bench.store.tell("another").await.unwrap();
@@ -519,6 +523,7 @@ async fn listeners_hear_what_is_meant_for_them() {
 
 #[tokio::test]
 async fn a_burst_of_commits_is_told_to_this_process_at_once_and_to_others_together() {
+    let _alone = LISTENERS.lock().await;
     let Some(bench) = postgres().await else { return };
     let mut listener = bench.store.listen("r").await.unwrap();
     let mut here = bench.store.signal("r").watch();
