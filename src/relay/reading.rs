@@ -13,6 +13,10 @@ const GAP: Duration = Duration::from_millis(5);
 /// up for a minute says nothing about the next.
 const LONGEST_REST: Duration = Duration::from_secs(5);
 
+/// How long a read for a few lanes waits for others to join it. It passes over what is in hand as one for all of them
+/// does, and the lanes are read again long before they are empty.
+const COMPANY: Duration = Duration::from_millis(20);
+
 /// What is known of the rows that are not in hand.
 ///
 /// There is no cursor: ids become visible in another order than they are given out in, and a transaction
@@ -26,6 +30,8 @@ pub(crate) struct Reading {
     /// How long it took. Where much is passed over, such as the rows of a broker that is down, it takes long, and is
     /// not repeated before the database had as much time for others.
     took: Duration,
+    /// When a read was answered last.
+    answered: Option<Instant>,
     /// Lanes of which the last read did not give everything.
     more: [bool; LANES as usize],
 }
@@ -37,6 +43,7 @@ impl Reading {
             wanted: true,
             last: None,
             took: Duration::ZERO,
+            answered: None,
             more: [false; LANES as usize],
         }
     }
@@ -48,10 +55,13 @@ impl Reading {
 
     /// When the next read begins. `lanes` are those with room; what is paused is due again when its pause ends.
     pub(crate) fn at(&self, lanes: &[u8], pauses: &[Instant], now: Instant) -> Instant {
-        if lanes.iter().any(|&lane| self.more[usize::from(lane)]) {
-            return now;
+        let all = self.all_at(pauses).unwrap_or(now);
+        let known = self.more.iter().filter(|more| **more).count();
+        match lanes.iter().filter(|&&lane| self.more[usize::from(lane)]).count() {
+            0 => all,
+            few if few * 2 < known => all.min(self.answered.map_or(now, |at| at + COMPANY)),
+            _ => now,
         }
-        self.all_at(pauses).unwrap_or(now)
     }
 
     /// Of which of these lanes a read that begins now asks: of all if there might be something new, or else of
@@ -79,6 +89,7 @@ impl Reading {
     /// A read that began then has been answered now.
     pub(crate) fn answered(&mut self, began: Instant, now: Instant) {
         self.took = now - began;
+        self.answered = Some(now);
     }
 
     /// A read has failed: all lanes again, but not before the next poll.
@@ -153,6 +164,28 @@ mod tests {
             reading.at(&[1], &[], end),
             end + Duration::from_secs(65),
             "what was held up once is not waited for as long again"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_few_lanes_wait_for_company_and_not_for_long() {
+        let now = Instant::now();
+        let mut reading = Reading::new(Duration::from_millis(500));
+        reading.begin((0..LANES).collect(), &[], now);
+        reading.answered(now, now);
+        (0..8).for_each(|lane| reading.has_more(lane, true));
+        assert_eq!(
+            reading.at(&[0, 1, 2, 3], &[], now),
+            now,
+            "half of those that have more"
+        );
+        assert_eq!(reading.at(&[0, 1, 2, 9], &[], now), now + COMPANY);
+        assert_eq!(reading.begin(vec![0, 1, 2, 9], &[], now + COMPANY), [0, 1, 2]);
+        (1..8).for_each(|lane| reading.has_more(lane, false));
+        assert_eq!(
+            reading.at(&[0, 1, 2], &[], now),
+            now,
+            "it is the only one that has more"
         );
     }
 }

@@ -189,6 +189,9 @@ impl<S: Relaying> Work<S> {
             );
         }
         self.report();
+        for lane in &changes.lost {
+            self.reading.has_more(*lane, false);
+        }
         // Another instance reads them by now. What is on its way ends, and may be marked.
         for id in self.hand.forget(|row| changes.lost.contains(&row.lane.lane)) {
             self.outlets.iter_mut().for_each(|outlet| outlet.clear(id));
