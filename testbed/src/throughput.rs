@@ -283,7 +283,7 @@ impl<B: Broker> Bench<B> {
     ) -> Result<onlyonce::consumer::ConsumerBuilder<PostgresStore>, BoxError> {
         let store = PostgresOptions::new(&self.postgres)
             .schema("bench")
-            .max_connections(lanes as u32 + 16)
+            .max_connections(2 * lanes as u32 + 16)
             .connect()?;
         let consumer = Consumer::builder("bench", store)
             .source(self.broker.source(queue)?)
