@@ -163,7 +163,7 @@ macro_rules! publisher_suite {
             bytes_arrive
             refusals_are_reported
             one_bad_message_costs_itself
-            a_thousand_at_once
+            many_at_once
             outages_end
             silence_is_bounded
             stop_flushes

@@ -35,8 +35,8 @@ rejected! {
     one_that_confirms_the_missing: ConfirmsTheMissing => refusals_are_reported, "was confirmed";
     one_that_confirms_the_unroutable: ConfirmsTheUnroutable => refusals_are_reported, "(Refused) was confirmed";
     one_that_blames_the_message: BlamesTheMessage => refusals_are_reported, "Destination was due";
-    one_that_loses_under_load: LosesUnderLoad => a_thousand_at_once, "cannot be read";
-    one_that_refuses_under_load: RefusesUnderLoad => a_thousand_at_once, "beside 999 others";
+    one_that_loses_under_load: LosesUnderLoad => many_at_once, "cannot be read";
+    one_that_refuses_under_load: RefusesUnderLoad => many_at_once, "as one of 1000 at once";
     one_whose_bad_message_costs_all: OneBadCostsAll => one_bad_message_costs_itself, "was good";
     one_that_confirms_while_the_broker_is_away: ConfirmsWhileAway => outages_end, "was confirmed while";
     one_that_never_recovers: NeverRecovers => outages_end, "still says";

@@ -117,7 +117,7 @@ impl RawEvent {
     }
 
     /// How much memory this event holds, for byte budgets.
-    pub(crate) fn size(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.payload.as_ref().map_or(0, Bytes::len)
             + self.key.as_ref().map_or(0, Bytes::len)
             + self.headers.size()

@@ -130,16 +130,6 @@ fn fields<'a>(record: &'a BorrowedMessage<'_>) -> impl Iterator<Item = (&'a str,
     })
 }
 
-/// How much memory an event holds, for byte budgets.
-pub(crate) fn weight(event: &RawEvent) -> usize {
-    let headers: usize = event
-        .headers
-        .iter()
-        .map(|(name, value)| name.len() + value.map_or(0, <[u8]>::len))
-        .sum();
-    event.payload.as_ref().map_or(0, Bytes::len) + event.key.as_ref().map_or(0, Bytes::len) + headers
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

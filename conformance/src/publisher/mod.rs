@@ -1,10 +1,10 @@
 //! The promises of a publisher, one per file, and what an adapter brings for them.
 
-mod a_thousand_at_once;
 mod arrivals;
 mod bytes_arrive;
 mod confirmed_is_readable;
 mod identity_arrives;
+mod many_at_once;
 mod one_bad_message_costs_itself;
 mod outages_end;
 mod refusals_are_reported;
@@ -20,10 +20,10 @@ use onlyonce::async_trait;
 use onlyonce::publisher::{Message, PublishError, Publisher};
 use onlyonce::source::Source;
 
-pub use a_thousand_at_once::a_thousand_at_once;
 pub use bytes_arrive::bytes_arrive;
 pub use confirmed_is_readable::confirmed_is_readable;
 pub use identity_arrives::identity_arrives;
+pub use many_at_once::many_at_once;
 pub use one_bad_message_costs_itself::one_bad_message_costs_itself;
 pub use outages_end::outages_end;
 pub use refusals_are_reported::refusals_are_reported;
@@ -125,6 +125,8 @@ pub struct PublisherCapabilities {
     pub ordered_headers: bool,
     /// The largest body that is tried. Default 100,000 bytes.
     pub large_payload: usize,
+    /// How many messages may be under way at once and still be confirmed within the publisher's patience. Default 1000.
+    pub at_once: usize,
 }
 
 impl Default for PublisherCapabilities {
@@ -138,6 +140,7 @@ impl Default for PublisherCapabilities {
             repeated_headers: true,
             ordered_headers: true,
             large_payload: 100_000,
+            at_once: 1000,
         }
     }
 }

@@ -14,12 +14,13 @@ use crate::{Broken, Result};
 pub async fn stop_flushes<H: PublisherHarness>(harness: &H) -> Result {
     promise("stop_flushes", async {
         let publisher = harness.publisher();
-        let messages: Vec<_> = (0..200).map(|n| message(harness, &format!("e{n}"))).collect();
+        let count = harness.capabilities().at_once / 5;
+        let messages: Vec<_> = (0..count).map(|n| message(harness, &format!("e{n}"))).collect();
         let publishing = join_all(messages.iter().map(|message| publish(&publisher, message)));
         let mut publishing = std::pin::pin!(publishing);
         // All of them are on their way when the stop comes.
         let early = publishing.as_mut().now_or_never();
-        ensure!(early.is_none(), "two hundred messages were confirmed at once");
+        ensure!(early.is_none(), "{count} messages were confirmed at once");
         let limit = publisher.patience() * 2 + Duration::from_secs(5);
         let stopping = tokio::time::timeout(limit, publisher.stop());
         let (told, stopped) = join(publishing, stopping).await;

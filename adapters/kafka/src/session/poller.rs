@@ -17,7 +17,7 @@ use super::watch::Watch;
 use super::{Level, News};
 use crate::buffer::Record;
 use crate::explain::{self, Judgement};
-use crate::identity::{raw_event, weight};
+use crate::identity::raw_event;
 use crate::position;
 use crate::settle::{Generation, Partition, Ticket};
 
@@ -148,7 +148,7 @@ fn take(
         topic,
         number: message.partition(),
     };
-    let bytes = weight(&event);
+    let bytes = event.size();
     let ticket = keeper
         .desk()
         .ledger

@@ -6,16 +6,17 @@ use super::{PublisherHarness, message, publish};
 use crate::broken::{ensure, promise};
 use crate::{Broken, Result};
 
-/// A thousand messages that are published at once all arrive, each once.
-pub async fn a_thousand_at_once<H: PublisherHarness>(harness: &H) -> Result {
-    promise("a_thousand_at_once", async {
+/// Many messages that are published at once, by default a thousand, all arrive, each once.
+pub async fn many_at_once<H: PublisherHarness>(harness: &H) -> Result {
+    promise("many_at_once", async {
         let publisher = harness.publisher();
-        let messages: Vec<_> = (0..1000).map(|n| message(harness, &format!("e{n}"))).collect();
+        let count = harness.capabilities().at_once;
+        let messages: Vec<_> = (0..count).map(|n| message(harness, &format!("e{n}"))).collect();
         let told = join_all(messages.iter().map(|message| publish(&publisher, message))).await;
         for (message, told) in messages.iter().zip(told) {
             told?.map_err(|error| {
                 Broken::new(format!(
-                    "{} was not published beside 999 others: {error} ({:?})",
+                    "{} was not published as one of {count} at once: {error} ({:?})",
                     message.event_id,
                     error.kind()
                 ))
