@@ -182,7 +182,7 @@ async fn claimed_ahead(stage: &Stage<PostgresStore>, id: &str) -> bool {
     let key = EventKey::of_event(&stage.schema, "test", id).as_uuid();
     let sessions = format!(
         "SELECT count(*) FROM pg_stat_activity
-          WHERE state = 'idle in transaction' AND query LIKE '%COMMIT; BEGIN%EXECUTE onlyonce_claim(''{}''%'",
+          WHERE state = 'idle in transaction' AND query LIKE '%COMMIT AND CHAIN%EXECUTE onlyonce_claim(''{}''%'",
         key.simple()
     );
     stage.number(&sessions, "").await == 1

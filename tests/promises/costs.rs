@@ -5,7 +5,7 @@ use onlyonce::outbox::OutgoingEvent;
 use onlyonce::store::PostgresStore;
 use onlyonce::store::postgres::PostgresOptions;
 use onlyonce::testing::{Broker, event};
-use onlyonce::{BatchContext, BatchHandler, Bytes, Consumer, Event, HandlerError, async_trait};
+use onlyonce::{BatchContext, BatchHandler, Bytes, Consumer, Event, HandlerError, RetryPolicy, async_trait};
 use sqlx::AssertSqlSafe;
 
 use crate::ahead::holding;
@@ -48,8 +48,8 @@ impl Counted {
             .filter(|asked| !matches!(asked, Asked::Text(text) if once(text)))
             .map(|asked| match asked {
                 Asked::Text(text) if text.contains("; EXECUTE onlyonce_claim") => {
-                    assert!(text.contains("; COMMIT; BEGIN"), "{text}");
-                    "guard, COMMIT, BEGIN, claim"
+                    assert!(text.contains("; COMMIT AND CHAIN;"), "{text}");
+                    "guard, COMMIT AND CHAIN, claim"
                 }
                 Asked::Text(text) if text.contains("; COMMIT; BEGIN") => "guard, COMMIT, BEGIN",
                 Asked::Text(text) if text.ends_with("; COMMIT") => "guard, COMMIT",
@@ -83,7 +83,7 @@ async fn with_a_backlog_an_event_is_two_round_trips() {
     let mut expected = vec!["BEGIN", "statement"];
     for n in 0..50 {
         let commit = if n < 49 {
-            "guard, COMMIT, BEGIN, claim"
+            "guard, COMMIT AND CHAIN, claim"
         } else {
             "guard, COMMIT"
         };
@@ -254,7 +254,13 @@ async fn in_a_backlog_a_duplicate_is_two_round_trips() {
     assert_eq!(
         counted.asked(),
         [
-            ["BEGIN", "statement", "statement", "guard, COMMIT, BEGIN, claim"].as_slice(),
+            [
+                "BEGIN",
+                "statement",
+                "statement",
+                "guard, COMMIT AND CHAIN, claim"
+            ]
+            .as_slice(),
             &["statement", "ROLLBACK"],
             &["BEGIN", "statement", "statement", "guard, COMMIT"],
         ]
@@ -288,7 +294,7 @@ async fn an_event_that_is_busy_is_asked_for_once() {
                 "BEGIN",
                 "statement",
                 "statement",
-                "guard, COMMIT, BEGIN, claim",
+                "guard, COMMIT AND CHAIN, claim",
                 "ROLLBACK"
             ]
             .as_slice(),
@@ -297,6 +303,38 @@ async fn an_event_that_is_busy_is_asked_for_once() {
         ]
         .concat()
     );
+    counted.stage.end().await;
+}
+
+/// The transaction of the next event is chained to one that its handler has left read-only.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_read_only_end_costs_the_lane_its_session_and_nothing_else() {
+    let Some(counted) = Counted::new().await else {
+        return;
+    };
+    let broker = Broker::new();
+    for event in events(4) {
+        broker.publish(event);
+    }
+    let (handler, runs) = Scripted::new(&counted.stage, |_, _| {
+        Act::Run("SET TRANSACTION READ ONLY".into())
+    });
+    let consumer = counted.lane(&broker).handler(handler);
+    let running = Running::start(consumer.retry(RetryPolicy::none()));
+    soon("every ack", broker.drained()).await;
+    assert_eq!(runs.total(), 4, "nothing was tried again");
+    let errors = counted.wire.errors();
+    let refused = errors.iter().filter(|code| *code == "25006").count();
+    assert_eq!(refused, 3, "claims that nobody was told of");
+    assert_eq!(
+        counted.wire.probes(),
+        1,
+        "no pause: the database was asked for at the start alone"
+    );
+    assert_eq!((broker.stats().acked, broker.stats().released), (4, 0));
+    assert_eq!(counted.stage.processed("c").await.len(), 4);
+    assert!(counted.stage.effects().await.values().all(|n| *n == 1));
+    running.stop().await;
     counted.stage.end().await;
 }
 
@@ -369,7 +407,7 @@ async fn what_was_begun_ahead_is_used_or_rolled_back() {
             "BEGIN",
             "statement",
             "statement",
-            "guard, COMMIT, BEGIN, claim",
+            "guard, COMMIT AND CHAIN, claim",
             "statement",
             "guard, COMMIT"
         ]

@@ -75,6 +75,12 @@ impl Wire {
             .collect()
     }
 
+    /// How often a consumer looked whether the database can be had.
+    pub(crate) fn probes(&self) -> usize {
+        let probes = |asked: &&Asked| matches!(asked, Asked::Text(text) if text.starts_with("BEGIN READ WRITE; SELECT"));
+        self.asked.lock().unwrap().iter().flatten().filter(probes).count()
+    }
+
     /// After the first message, which has no type, each is a type byte, its length, and as many bytes.
     async fn questions(self, mut from: OwnedReadHalf, mut to: OwnedWriteHalf) {
         let Some(hello) = body(&mut from, Vec::new()).await else {

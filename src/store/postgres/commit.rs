@@ -72,16 +72,12 @@ impl PostgresStore {
         claims: &Claims,
         next: Next<'_>,
     ) -> Result<(), Stopped> {
-        let mut message = self.sql.guard_and_commit(claims, self.pooler);
-        // Behind a pooler no limits are the session's, and the next transaction may run in another one.
-        let next = match &tx.conn.limits {
-            Some(limits) => push_next(&mut message, limits, next),
-            None => Next::Rest,
-        };
+        let mut message = self.sql.guard(claims, self.pooler);
+        let next = push_commit(&mut message, tx.conn.limits.as_ref(), next);
         let (statements, patience) = match next {
-            Next::Rest => (2, tx.patience),
-            Next::Begin => (BEGUN, tx.patience),
-            Next::Claim(_) => (BEGUN + 1, tx.patience * 2),
+            Next::Rest => (COMMITTED, tx.patience),
+            Next::Begin => (COMMITTED + 1, tx.patience),
+            Next::Claim(_) => (COMMITTED + 1, tx.patience * 2),
         };
         let mut heard = Heard::default();
         let result = answer(patience, heard.all(tx, message)).await;
@@ -93,10 +89,13 @@ impl PostgresStore {
             (Err(e), 0, _) if e.as_database_error().is_some() => return Err(Stopped::Guarding(e)),
             (Err(e), 0 | 1, _) => return Err(Stopped::Committing(e)),
             // Committed. What has failed is the claim; whoever asks for it is told.
-            (Err(e), BEGUN, Next::Claim(request)) if e.as_database_error().is_some() => {
+            (Err(e), COMMITTED, Next::Claim(request))
+                if e.as_database_error().is_some() && !is_read_only(&e) =>
+            {
                 Some(claimed(&request, Err(e)))
             }
-            // Committed. The connection still counts as inside a transaction, and is given up for that.
+            // Committed. The connection still counts as inside a transaction, and is given up for that. The
+            // next one begins anew, which is all it needs if this handler had made its own read-only.
             (Err(_), _, _) => return Ok(()),
         };
         tx.conn.open = ahead.map(|ahead| Open {
@@ -153,8 +152,8 @@ struct Heard {
     claimed: Option<String>,
 }
 
-/// So many statements are done when the next transaction has begun: the guard, COMMIT, BEGIN.
-const BEGUN: usize = 3;
+/// So many statements are done when it is committed: the guard, COMMIT.
+const COMMITTED: usize = 2;
 
 impl Heard {
     async fn all(&mut self, tx: &mut Tx<'_, Postgres>, message: String) -> Result<(), sqlx::Error> {
@@ -162,7 +161,7 @@ impl Heard {
         while let Some(answer) = answers.try_next().await? {
             match answer {
                 Either::Left(_) => self.done += 1,
-                Either::Right(row) if self.done == BEGUN => self.claimed = Some(row.try_get(0)?),
+                Either::Right(row) if self.done == COMMITTED => self.claimed = Some(row.try_get(0)?),
                 Either::Right(_) => self.rows += 1,
             }
         }
@@ -170,16 +169,33 @@ impl Heard {
     }
 }
 
-/// Adds what is done for the next transaction.
-fn push_next<'a>(message: &mut String, limits: &Limits, next: Next<'a>) -> Next<'a> {
-    if let Next::Begin | Next::Claim(_) = next {
-        message.push_str("; ");
-        message.push_str(begin_statement(limits));
+/// Adds COMMIT and what is done for the next transaction.
+///
+/// One that claims at once is chained, and so is what the last one was by its BEGIN. A BEGIN that names it
+/// sets it, and the server then goes through all its settings at the end of the transaction: not long, but
+/// they push out of the processor's cache what the next event needs.
+fn push_commit<'a>(message: &mut String, limits: Option<&Limits>, next: Next<'a>) -> Next<'a> {
+    match (next, limits) {
+        (Next::Begin, Some(limits)) => {
+            message.extend(["; COMMIT; ", begin_statement(limits)]);
+            Next::Begin
+        }
+        (Next::Claim(request), Some(_)) => {
+            message.push_str("; COMMIT AND CHAIN");
+            push_claim(message, &request);
+            Next::Claim(request)
+        }
+        // Behind a pooler no limits are the session's, and the next transaction may run in another one.
+        (_, None) | (Next::Rest, _) => {
+            message.push_str("; COMMIT");
+            Next::Rest
+        }
     }
-    if let Next::Claim(request) = &next {
-        push_claim(message, request);
-    }
-    next
+}
+
+/// A handler may have made its transaction read-only, and what is chained to it is as well.
+fn is_read_only(error: &sqlx::Error) -> bool {
+    code(error).as_deref() == Some("25006")
 }
 
 fn claimed(request: &ClaimRequest<'_>, inserted: Inserted) -> Ahead {

@@ -520,9 +520,9 @@ impl Sql {
         }
     }
 
-    /// One message of two statements. A transaction's number and hexadecimal digits are the only values
+    /// The statement before COMMIT. A transaction's number and hexadecimal digits are the only values
     /// that ever stand in SQL itself. Behind a pooler nothing that was prepared is there.
-    pub(super) fn guard_and_commit(&self, claims: &Claims, pooler: bool) -> String {
+    pub(super) fn guard(&self, claims: &Claims, pooler: bool) -> String {
         let xid = claims.mark.as_deref().unwrap_or_default();
         debug_assert!(xid.bytes().all(|byte| byte.is_ascii_digit()));
         // With room for what may follow.
@@ -538,7 +538,6 @@ impl Sql {
             let keys = array(&claims.keys);
             message.extend(["EXECUTE onlyonce_guard('", xid, "', '", &keys, "')"]);
         }
-        message.push_str("; COMMIT");
         message
     }
 }
