@@ -1,5 +1,5 @@
 //! Chaos with SQS, by an emulator; see `testbed/src/chaos`. `scripts/chaos sqs` starts the servers and
-//! runs it.
+//! runs it; with `--fifo` the queue is a FIFO queue, and the events of a group have to keep their order.
 
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -12,7 +12,8 @@ use aws_sdk_sqs::types::{
 };
 use onlyonce::async_trait;
 use onlyonce_sqs::{Connection, Sqs};
-use onlyonce_testbed::chaos::{self, Broker, Entrance, Event, Seat, variable};
+use onlyonce_testbed::chaos::{self, Broker, Entrance, Event, Keys, Seat, variable};
+use uuid::Uuid;
 
 /// SQS takes no more in one call.
 const IN_A_CALL: usize = 10;
@@ -24,6 +25,7 @@ async fn main() -> anyhow::Result<ExitCode> {
 
 struct Emulator {
     endpoint: String,
+    fifo: bool,
     /// The URL of the run's queue, once it is declared.
     queue: OnceLock<String>,
 }
@@ -31,6 +33,7 @@ struct Emulator {
 #[async_trait]
 impl Broker for Emulator {
     const SERVICE: &'static str = "sqs";
+    const USAGE: &'static str = "--fifo";
     // ElasticMQ can write messages to disk (`messages-storage`), but only after it has confirmed them: of
     // 2,000 that were confirmed a SIGKILL took 30.
     const NEVER_RESTARTED: Option<&'static str> = Some("the emulator would lose messages by itself");
@@ -41,8 +44,18 @@ impl Broker for Emulator {
     fn from_env() -> anyhow::Result<Self> {
         Ok(Self {
             endpoint: variable("ONLYONCE_SQS_URL")?,
+            fifo: false,
             queue: OnceLock::new(),
         })
+    }
+
+    fn option(&mut self, argument: &str) -> bool {
+        self.fifo |= argument == "--fifo";
+        argument == "--fifo"
+    }
+
+    fn keys(&self) -> Keys {
+        if self.fifo { Keys::All } else { Keys::None }
     }
 
     /// A link is before the queue, as a worker is given the queue's URL and takes the endpoint from it.
@@ -54,11 +67,14 @@ impl Broker for Emulator {
     }
 
     async fn declare(&self, name: &str) -> anyhow::Result<()> {
-        let created = client(&self.endpoint)?
-            .create_queue()
-            .queue_name(name)
-            .send()
-            .await?;
+        let sqs = client(&self.endpoint)?;
+        let create = if self.fifo {
+            let create = sqs.create_queue().queue_name(format!("{name}.fifo"));
+            create.attributes(Attribute::FifoQueue, "true")
+        } else {
+            sqs.create_queue().queue_name(name)
+        };
+        let created = create.send().await?;
         let url = created.queue_url.context("the new queue has no URL")?;
         self.queue.get_or_init(|| url);
         Ok(())
@@ -148,8 +164,15 @@ fn client(endpoint: &str) -> anyhow::Result<Client> {
 }
 
 fn entry(number: usize, event: &Event) -> anyhow::Result<Entry> {
-    Ok(Entry::builder()
-        .id(number.to_string())
+    let entry = Entry::builder().id(number.to_string());
+    let entry = match &event.key {
+        // Each sending is new to SQS: what it keeps back as a duplicate would not be seen by us.
+        Some(key) => entry
+            .message_group_id(key)
+            .message_deduplication_id(Uuid::new_v4()),
+        None => entry,
+    };
+    Ok(entry
         .message_body(serde_json::to_string(event)?)
         .message_attributes("onlyonce-event-id", text(&event.id)?)
         .message_attributes("onlyonce-event-source", text("chaos")?)

@@ -3,7 +3,7 @@
 use onlyonce::async_trait;
 use onlyonce::source::Source;
 
-use super::events::Event;
+use super::events::{Event, Keys};
 
 /// A broker, as a chaos run sees it. An adapter's example implements it and calls [`run`](super::run).
 ///
@@ -15,9 +15,6 @@ pub trait Broker: Send + Sync + Sized + 'static {
     const SERVICE: &'static str;
     /// The options that [`option`](Self::option) takes, for the usage line.
     const USAGE: &'static str = "";
-    /// Whether it brings the events of one key in order. Then most events have a key, and those of a
-    /// key have to take effect in the order in which they were sent.
-    const ORDERED: bool = false;
     /// Why it is not restarted: it would lose messages by itself. Its links fail instead.
     const NEVER_RESTARTED: Option<&'static str> = None;
 
@@ -32,6 +29,12 @@ pub trait Broker: Send + Sync + Sized + 'static {
     /// Takes an argument of its own; false if it is none.
     fn option(&mut self, _argument: &str) -> bool {
         false
+    }
+
+    /// Which events have a key, by which it brings them in order: those of a key have to take effect in
+    /// the order in which they were sent.
+    fn keys(&self) -> Keys {
+        Keys::None
     }
 
     /// Where the link of this place begins and ends. Places are counted from 0, those of guests last.

@@ -20,6 +20,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::broker::Entrance;
+use super::events::Keys;
 use super::link::Link;
 use super::options::Options;
 use crate::processes::{logs_of, signal};
@@ -36,6 +37,8 @@ pub(super) struct Crew {
     options: Arc<Options>,
     /// Those of the workers, and behind them that of the guests.
     places: Vec<Place>,
+    /// Where a worker can die: what has a key is never parked.
+    points: Vec<CrashPoint>,
     logs: PathBuf,
     state: Mutex<State>,
     most_memory: AtomicU64,
@@ -103,6 +106,7 @@ impl Crew {
         options: Arc<Options>,
         postgres: &str,
         entrances: Vec<Entrance>,
+        keys: Keys,
     ) -> anyhow::Result<Self> {
         let logs = logs_of(&options.name);
         std::fs::create_dir_all(&logs).with_context(|| format!("{}", logs.display()))?;
@@ -120,6 +124,10 @@ impl Crew {
         Ok(Self {
             options,
             places,
+            points: CrashPoint::ALL
+                .into_iter()
+                .filter(|&point| point != CrashPoint::Parked || keys != Keys::All)
+                .collect(),
             logs,
             state: Mutex::default(),
             most_memory: AtomicU64::new(0),
@@ -184,10 +192,10 @@ impl Crew {
     /// Half of the kills are at crash points, the least visited first.
     fn next_life(&self, random: &mut Rng) -> Life {
         let mut state = self.state();
-        let mut points = CrashPoint::ALL;
+        let mut points = self.points.clone();
         random.shuffle(&mut points);
         let visits = |point: &CrashPoint| state.crashes.get(point).copied().unwrap_or_default();
-        let rarest = points.into_iter().min_by_key(|point| {
+        let rarest = points.iter().copied().min_by_key(|point| {
             let (on_their_way, there) = visits(point);
             on_their_way + there
         });
@@ -393,7 +401,7 @@ impl Crew {
     pub(super) fn problems(&self) -> Vec<String> {
         let state = self.state();
         let mut problems = state.problems.clone();
-        for point in CrashPoint::ALL {
+        for &point in &self.points {
             if self.options.kills > 0 && state.crashes.get(&point).is_none_or(|(_, there)| *there == 0) {
                 problems.push(format!("nobody died at the crash point {}", point.as_str()));
             }
@@ -430,7 +438,7 @@ impl Crew {
             "  killed                           times\n  at random                        {:>5}\n",
             state.random_kills
         );
-        for point in CrashPoint::ALL {
+        for &point in &self.points {
             let times = state.crashes.get(&point).map_or(0, |(_, there)| *there);
             let _ = writeln!(table, "  at {:<29} {times:>5}", point.as_str());
         }

@@ -6,10 +6,24 @@ use serde::{Deserialize, Serialize};
 /// How many keys there are, where events have keys.
 const KEYS: usize = 60;
 
+/// Which events have a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keys {
+    /// None has: the broker keeps no order.
+    None,
+    /// Three in four have.
+    Most,
+    /// Each has: the broker takes none without.
+    All,
+}
+
 /// How often a failed event is tried again in place. What has a key gets no more than that: beside the
 /// one attempt that fails on purpose it needs some for connections that die under a handler.
-pub(super) const fn immediate(keys: bool) -> u32 {
-    if keys { 4 } else { 1 }
+pub(super) const fn immediate(keys: Keys) -> u32 {
+    match keys {
+        Keys::None => 1,
+        Keys::Most | Keys::All => 4,
+    }
 }
 
 /// One event. Serialized it is its payload.
@@ -41,9 +55,9 @@ pub(super) enum How {
 /// All events of a run. One in sixteen fails once, which is tried again in place; one in sixteen fails
 /// more often than that, which puts it into `inbox`.
 ///
-/// With `keys`, three in four have one. Those fail once at most: an event whose order counts is never
-/// held while others of its key go on, so it is tried again in place only.
-pub(super) fn all(seed: u64, count: usize, keys: bool) -> Vec<Event> {
+/// Those with a key fail once at most: an event whose order counts is never held while others of its key
+/// go on, so it is tried again in place only.
+pub(super) fn all(seed: u64, count: usize, keys: Keys) -> Vec<Event> {
     let mut random = Rng::with_seed(seed);
     let mut events: Vec<_> = (0..count)
         .map(|n| Event {
@@ -59,17 +73,17 @@ pub(super) fn all(seed: u64, count: usize, keys: bool) -> Vec<Event> {
             place: 0,
         })
         .collect();
-    if keys {
-        give_keys(&mut events, seed);
+    if keys != Keys::None {
+        give_keys(&mut events, seed, keys);
     }
     events
 }
 
-fn give_keys(events: &mut [Event], seed: u64) {
+fn give_keys(events: &mut [Event], seed: u64, keys: Keys) {
     let mut random = Rng::with_seed(seed ^ 0x6e75);
     let mut places = [0; KEYS];
     for event in events {
-        if random.u8(0..4) == 0 {
+        if keys == Keys::Most && random.u8(0..4) == 0 {
             continue;
         }
         let key = random.usize(..KEYS);
@@ -107,7 +121,9 @@ mod tests {
 
     #[test]
     fn every_event_is_published_and_each_key_in_its_order() {
-        let events = all(7, 5_000, true);
+        assert!(all(7, 100, Keys::None).iter().all(|event| event.key.is_none()));
+        assert!(all(7, 100, Keys::All).iter().all(|event| event.key.is_some()));
+        let events = all(7, 5_000, Keys::Most);
         let mut last: HashMap<&str, i64> = HashMap::new();
         let mut seen = vec![false; events.len()];
         for n in publications(7, &events) {

@@ -32,7 +32,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 pub use broker::{Broker, Entrance, Seat};
-pub use events::Event;
+pub use events::{Event, Keys};
 
 use crew::Crew;
 use ledger::{Ledger, Verdict};
@@ -78,7 +78,7 @@ impl<B: Broker> Run<B> {
         let entrances: Vec<_> = (0..options.places())
             .map(|place| broker.entrance(place))
             .collect::<anyhow::Result<_>>()?;
-        let crew = Arc::new(Crew::hire(options.clone(), &servers.postgres, entrances).await?);
+        let crew = Arc::new(Crew::hire(options.clone(), &servers.postgres, entrances, broker.keys()).await?);
         println!(
             "chaos: {}, {} events, {} workers, {} kills, {} joins, {} rolling restarts, seed {}, queue and schema {}",
             B::SERVICE,
@@ -95,7 +95,7 @@ impl<B: Broker> Run<B> {
         }
         println!("chaos: the workers write to {}", crew.logs().display());
         Ok(Self {
-            events: Arc::new(events::all(options.seed, options.events, B::ORDERED)),
+            events: Arc::new(events::all(options.seed, options.events, broker.keys())),
             started: Instant::now(),
             options,
             broker,

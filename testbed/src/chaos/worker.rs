@@ -98,7 +98,7 @@ pub(super) async fn run<B: Broker>(mut broker: B) -> anyhow::Result<()> {
         .statement_timeout(Duration::from_secs(2)) // and, with it, how long a silent server is waited for
         .retry(
             RetryPolicy::new()
-                .immediate(events::immediate(B::ORDERED))
+                .immediate(events::immediate(broker.keys()))
                 .delays([100, 200, 400, 800, 1600, 3200].map(Duration::from_millis)),
         )
         .crash_when(crash_from_env())

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow};
 use onlyonce::async_trait;
 use onlyonce_kafka::{Kafka, StartAt};
-use onlyonce_testbed::chaos::{self, Broker, Entrance, Event, Seat, variable};
+use onlyonce_testbed::chaos::{self, Broker, Entrance, Event, Keys, Seat, variable};
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
@@ -46,7 +46,6 @@ struct Cluster {
 impl Broker for Cluster {
     const SERVICE: &'static str = "kafka";
     const USAGE: &'static str = "--eager --dynamic --set=NAME=VALUE";
-    const ORDERED: bool = true;
 
     type Producer = FutureProducer;
     type Source = Kafka;
@@ -72,6 +71,10 @@ impl Broker for Cluster {
             _ => return false,
         }
         true
+    }
+
+    fn keys(&self) -> Keys {
+        Keys::Most
     }
 
     fn entrance(&self, place: usize) -> anyhow::Result<Entrance> {
