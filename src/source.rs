@@ -218,6 +218,9 @@ pub struct Capabilities {
     pub delays_release: bool,
     /// The broker moves a message away by itself after too many deliveries.
     pub native_dead_letters: bool,
+    /// How many messages one call to the broker brings at most; 1 if it sends them by itself. A consumer
+    /// has as many in hand for each lane, unless it is told otherwise.
+    pub per_call: usize,
     /// The source reads this consumer's held events from `inbox` (no second reader is needed).
     pub reads_inbox: bool,
     /// The broker names messages by itself, and an event without an id is identified by that: what
@@ -235,6 +238,7 @@ impl Capabilities {
             counts_deliveries: false,
             delays_release: false,
             native_dead_letters: false,
+            per_call: 1,
             reads_inbox: false,
             weak_ids: None,
         }

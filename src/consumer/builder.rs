@@ -169,7 +169,8 @@ impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
     }
 
     /// How many deliveries are in hand at most, running ones included; the broker's prefetch.
-    /// Default: for each lane its batch and as many again, at least three.
+    /// Default: for each lane its batch and as many again, at least three, and no fewer than one call to
+    /// the broker brings ([`per_call`](crate::source::Capabilities::per_call): ten on SQS).
     pub fn window(mut self, deliveries: usize) -> Self {
         self.window = Some(deliveries);
         self
@@ -303,8 +304,9 @@ impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
             ));
         }
         problems.range("batch", self.batch, 1, 10_000);
-        let window = self.window.unwrap_or_else(|| window_of(lanes, self.batch));
-        problems.range("window", window, 1, 65_535);
+        if let Some(window) = self.window {
+            problems.range("window", window, 1, 65_535);
+        }
         problems.range("window_bytes", self.window_bytes, 1024, usize::MAX);
         problems.time(
             "handler_timeout",
@@ -361,6 +363,9 @@ impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
         let outbox: Arc<dyn Record<S::Db>> = Arc::new(outbox);
 
         let capabilities = source.capabilities();
+        let window = self
+            .window
+            .unwrap_or_else(|| window_of(lanes, self.batch, capabilities.per_call));
         let ordering = self.ordering.unwrap_or(if capabilities.ordered {
             Ordering::PerKey
         } else {
@@ -423,14 +428,14 @@ impl<S: Inbox + Outgoing + Operations> ConsumerBuilder<S> {
         let main = shared(capabilities.system);
         let held = (!reads_inbox).then(|| {
             let inbox = InboxSource::new(self.store.clone(), &self.name).lease(self.lease);
-            let system = inbox.capabilities().system;
+            let capabilities = inbox.capabilities();
             // One stop for both loops.
-            let mut held = shared(system);
+            let mut held = shared(capabilities.system);
             if let Some(held) = Arc::get_mut(&mut held) {
                 held.stopping = main.stopping.clone();
                 held.abort = main.abort.clone();
             }
-            let window = window_of(held_lanes, self.batch);
+            let window = window_of(held_lanes, self.batch, capabilities.per_call);
             Held {
                 shared: held,
                 source: Box::new(inbox),
@@ -468,11 +473,12 @@ pub(crate) fn check_connections(problems: &mut Vec<String>, parts: &[(&'static s
 }
 
 /// One batch for each lane, and what it takes next: finished ones that are not acked yet, and those on
-/// their way from the broker, must not leave it without work.
-fn window_of(lanes: usize, batch: usize) -> usize {
+/// their way from the broker, must not leave it without work. Where they come `per_call`, what brings them
+/// takes as long for one as for all.
+fn window_of(lanes: usize, batch: usize, per_call: usize) -> usize {
     let waiting = batch.max(3);
     lanes
-        .saturating_mul(batch.saturating_add(waiting))
+        .saturating_mul(batch.saturating_add(waiting).max(per_call))
         .clamp(1, 65_535)
 }
 

@@ -52,11 +52,6 @@ pub trait Broker: Sync {
     /// On how many tasks the loop without a database is quickest.
     const BARE_LANES: usize = 8;
 
-    /// How many deliveries a consumer has in hand, if the loop by hand has more than a consumer by default.
-    fn window(_lanes: usize) -> Option<usize> {
-        None
-    }
-
     /// Puts so many events, with [`event_id`] and [`BODY`], into a new queue or topic, and names it.
     async fn filled(&self, events: u64) -> Result<String, BoxError>;
 
@@ -285,14 +280,10 @@ impl<B: Broker> Bench<B> {
             .schema("bench")
             .max_connections(2 * lanes as u32 + 16)
             .connect()?;
-        let consumer = Consumer::builder("bench", store)
+        Ok(Consumer::builder("bench", store)
             .source(self.broker.source(queue)?)
             .lanes(lanes)
-            .batch(batch);
-        Ok(match B::window(lanes) {
-            Some(window) => consumer.window(window),
-            None => consumer,
-        })
+            .batch(batch))
     }
 
     /// Resident memory of a consumer with the default settings while the queue is full.

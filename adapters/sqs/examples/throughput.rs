@@ -42,11 +42,6 @@ impl Broker for Emulator {
     /// As many as one call receives.
     const BATCH: usize = 10;
 
-    /// Each lane of the loop by hand holds what a call brings.
-    fn window(lanes: usize) -> Option<usize> {
-        Some(lanes * 10)
-    }
-
     async fn filled(&self, events: u64) -> Result<String, BoxError> {
         let name = format!("bench-{:08x}", std::process::id());
         let created = self.sqs.create_queue().queue_name(name).send().await?;

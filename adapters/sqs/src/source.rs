@@ -12,6 +12,7 @@ use crate::check;
 use crate::config::{ConfigError, Settings, SqsBuilder};
 use crate::identity::{SYSTEM, WEAK_IDS};
 use crate::session::{Desk, Session};
+use crate::settle::BATCH;
 use crate::status::Status;
 
 /// An SQS queue as a source of deliveries.
@@ -186,6 +187,7 @@ impl Source for Sqs {
         capabilities.counts_deliveries = true;
         capabilities.delays_release = true;
         capabilities.native_dead_letters = self.native_dead_letters;
+        capabilities.per_call = BATCH;
         capabilities.weak_ids = Some(WEAK_IDS);
         capabilities
     }

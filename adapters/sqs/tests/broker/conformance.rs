@@ -68,6 +68,7 @@ impl Behind {
 
 fn expected(ordered: bool) -> Capabilities {
     let mut expected = Capabilities::of("aws_sqs");
+    expected.per_call = 10;
     expected.ordered = ordered;
     expected.marks_redelivery = true;
     expected.counts_deliveries = true;
