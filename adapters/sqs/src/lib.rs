@@ -40,9 +40,12 @@
 //! # Order
 //!
 //! Of a FIFO queue the ordering key is the `MessageGroupId`. When a message is lost or given back, those
-//! of its group that came after it are given back with it; other groups go on. A standard queue has no
-//! order; an ordering key from a message attribute keeps events of one key from running at the same time
-//! in one process, and no more.
+//! of its group that came after it are given back with it; other groups go on. As every message there
+//! has a group, a failed event is tried again in place only, and is dead after that; with
+//! `Ordering::Unordered` it is held and tried again later, and others of its group overtake it.
+//!
+//! A standard queue has no order; an ordering key from a message attribute keeps events of one key from
+//! running at the same time in one process, and no more.
 //!
 //! # Identity
 //!
