@@ -22,7 +22,9 @@ use crate::running::{Halt, Process, Running, halt_at, until};
 use crate::stage::{Act, Runs, Scripted, Stage, TestStore, postgres_url, soon};
 
 /// A source that the test plays by hand.
-struct Played {
+pub(crate) struct Played {
+    per_call: usize,
+    plans: mpsc::UnboundedSender<Plan>,
     incoming: mpsc::UnboundedReceiver<Incoming>,
     settled: mpsc::UnboundedSender<Settlement>,
     outstanding: usize,
@@ -30,7 +32,8 @@ struct Played {
 }
 
 /// What plays it.
-struct Hand {
+pub(crate) struct Hand {
+    plans: mpsc::UnboundedReceiver<Plan>,
     incoming: mpsc::UnboundedSender<Incoming>,
     settled: mpsc::UnboundedReceiver<Settlement>,
     receipts: u64,
@@ -38,20 +41,34 @@ struct Hand {
 
 impl Hand {
     fn new() -> (Self, Played) {
+        Self::bringing(1)
+    }
+
+    /// Plays a broker that brings so many in one call.
+    pub(crate) fn bringing(per_call: usize) -> (Self, Played) {
+        let (to_test, plans) = mpsc::unbounded_channel();
         let (to_lanes, incoming) = mpsc::unbounded_channel();
         let (back, settled) = mpsc::unbounded_channel();
         let played = Played {
+            per_call,
+            plans: to_test,
             incoming,
             settled: back,
             outstanding: 0,
             stopped: false,
         };
         let hand = Self {
+            plans,
             incoming: to_lanes,
             settled,
             receipts: 0,
         };
         (hand, played)
+    }
+
+    /// What the source was told at its start.
+    pub(crate) async fn plan(&mut self) -> Plan {
+        soon("the plan", self.plans.recv()).await.unwrap()
     }
 
     /// Delivers all of these at once, under the next receipts: 1, 2, ..
@@ -80,7 +97,8 @@ impl Hand {
 
 #[async_trait]
 impl Source for Played {
-    async fn start(&mut self, _: &Plan) -> Result<(), SourceError> {
+    async fn start(&mut self, plan: &Plan) -> Result<(), SourceError> {
+        let _ = self.plans.send(plan.clone());
         Ok(())
     }
 
@@ -115,7 +133,9 @@ impl Source for Played {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::of("test")
+        let mut capabilities = Capabilities::of("test");
+        capabilities.per_call = self.per_call;
+        capabilities
     }
 
     fn health(&self) -> SourceHealth {

@@ -3,13 +3,12 @@
 use std::time::Duration;
 
 use onlyonce::consumer::{BuildError, ConsumerBuilder};
-use onlyonce::source::{Capabilities, Incoming, Plan, Settlement, Source, SourceError, SourceHealth};
 use onlyonce::testing::Broker;
-use onlyonce::{Consumer, RetryPolicy, Supervisor, async_trait};
-use tokio::sync::mpsc;
+use onlyonce::{Consumer, RetryPolicy, Supervisor};
 
+use crate::ahead::Hand;
 use crate::running::Running;
-use crate::stage::{Scripted, Stage, TestStore, soon};
+use crate::stage::{Scripted, Stage, TestStore};
 
 on_each_store!(
     a_name_is_required_and_taken_as_it_is,
@@ -247,67 +246,21 @@ async fn all_that_is_wrong_is_said_at_once<S: TestStore>(stage: Stage<S>) {
 
 async fn a_source_is_told_the_window_that_fits_its_calls<S: TestStore>(stage: Stage<S>) {
     for (per_call, batch, window) in [(1, 1, 4), (4, 1, 4), (10, 1, 10), (10, 2, 10), (10, 100, 200)] {
-        let (told, mut plans) = mpsc::unbounded_channel();
+        let (mut hand, played) = Hand::bringing(per_call);
         let (handler, _) = Scripted::applies(&stage);
         let consumer = stage
             .consumer("c")
-            .source(Told {
-                per_call,
-                told,
-                stopped: false,
-            })
+            .source(played)
             .handler(handler)
             .lanes(1)
             .batch(batch);
         let running = Running::start(consumer);
-        let plan = soon("the plan", plans.recv()).await.unwrap();
-        assert_eq!(plan.window, window, "{per_call} a call, batches of {batch}");
+        assert_eq!(
+            hand.plan().await.window,
+            window,
+            "{per_call} a call, batches of {batch}"
+        );
         running.stop().await;
     }
     stage.end().await;
-}
-
-/// A source that brings nothing and passes on what it is told at its start.
-struct Told {
-    per_call: usize,
-    told: mpsc::UnboundedSender<Plan>,
-    stopped: bool,
-}
-
-#[async_trait]
-impl Source for Told {
-    async fn start(&mut self, plan: &Plan) -> Result<(), SourceError> {
-        let _ = self.told.send(plan.clone());
-        Ok(())
-    }
-
-    async fn receive(&mut self, _: usize) -> Result<Incoming, SourceError> {
-        match self.stopped {
-            true => Ok(Incoming::Closed),
-            false => std::future::pending().await,
-        }
-    }
-
-    async fn settle(&mut self, _: Vec<Settlement>) -> Result<(), SourceError> {
-        Ok(())
-    }
-
-    async fn pause(&mut self) -> Result<(), SourceError> {
-        Ok(())
-    }
-
-    async fn stop(&mut self) -> Result<(), SourceError> {
-        self.stopped = true;
-        Ok(())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        let mut capabilities = Capabilities::of("test");
-        capabilities.per_call = self.per_call;
-        capabilities
-    }
-
-    fn health(&self) -> SourceHealth {
-        SourceHealth::up()
-    }
 }
